@@ -1,0 +1,170 @@
+# Femtotron's headers need no build. This file runs the trainer, the tests and the checks.
+#
+#   CC=clang          another compiler (default: cc, gcc or clang, the first that is here)
+#   CBLAS=1           the trainer's GEMMs call OpenBLAS; default 0, the built-in loops
+#   JOBS=N            compilers at a time when tests are built
+#   TEST_TIMEOUT=N    seconds after which a test program is killed and counts as failed
+#   TESTS="..."       test programs by name, without directory: make test TESTS=test_io
+
+ifeq ($(origin CC),default)
+CC := $(or $(shell for c in cc gcc clang; do command -v $$c >/dev/null && echo $$c && break; done),cc)
+endif
+JOBS ?= $(or $(shell nproc 2>/dev/null),2)
+TEST_TIMEOUT ?= 600
+CBLAS ?= 0
+
+.DEFAULT_GOAL := help
+.SUFFIXES:
+.DELETE_ON_ERROR:
+
+HEADERS := $(sort $(wildcard *.h))
+TEST_HEADERS := $(sort $(wildcard tests/*.h))
+TESTS ?= $(sort $(patsubst tests/%.c,%,$(wildcard tests/test_*.c)))
+TEST_SCRIPTS ?= $(sort $(wildcard tests/test_*.sh))
+
+WARNINGS := -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wvla -Werror
+C_FLAGS := -std=c11 $(WARNINGS) -I.
+SYSTEM_LIBS := -lm -lpthread
+
+# OpenBLAS shall not start threads of its own: every rank is a thread already.
+export OPENBLAS_NUM_THREADS := 1
+
+# Sub-makes share the jobs of an outer make -j; without one they get JOBS.
+PARALLEL = $(if $(findstring j,$(firstword -$(MAKEFLAGS))),,-j$(JOBS))
+SUBMAKE = $(MAKE) --no-print-directory
+
+.PHONY: help
+help: ## print this list
+	@sed -n -e 's/test_%:/test_NAME:/' -e 's/^\([a-zA-Z_/]*\):[^#]*## \(.*\)/\1|\2/p' Makefile | \
+	while IFS='|' read -r target text; do printf '  make %-20s %s\n' "$$target" "$$text"; done
+
+# ----------------------------------------------------------------------------------------- trainer
+
+# The compiler must be able to make a program: a C library without its headers is not enough.
+.PHONY: compiler
+compiler:
+	@mkdir -p build
+	@printf '#include <stdio.h>\n#include <math.h>\nint main(void) { return 0; }\n' \
+	    > build/compiler.c; \
+	if ! $(CC) build/compiler.c -o build/compiler -lm -lpthread > build/compiler.log 2>&1; then \
+	    cat build/compiler.log >&2; \
+	    echo "error: no working C compiler ($(CC)). Install one, for instance:" >&2; \
+	    echo "  Debian, Ubuntu: apt-get install gcc libc6-dev     Fedora: dnf install gcc" >&2; \
+	    echo "  Alpine: apk add gcc musl-dev                      macOS: xcode-select --install" >&2; \
+	    exit 1; \
+	fi
+
+# The flag that lets the compiler use all of this processor, where it knows one.
+native = $(shell for flag in -march=native -mcpu=native; do \
+    $(CC) $$flag -c build/compiler.c -o build/compiler.o >/dev/null 2>&1 && echo $$flag && break; \
+    done)
+
+ifeq ($(CBLAS),1)
+TRAINER_FEATURES = $(shell sh tools/features.sh $(CC) | sed -n "s/^FT_CFLAGS='\(.*\)'/\1/p")
+TRAINER_LIBS = $(shell sh tools/features.sh $(CC) | sed -n "s/^FT_LIBS='\(.*\)'/\1/p")
+endif
+
+build/train_llama: examples/train_llama.c $(HEADERS) | compiler ## the single-file trainer
+	$(strip $(CC) $(C_FLAGS) -O3 $(native) -g $(TRAINER_FEATURES) $< -o $@ $(TRAINER_LIBS) \
+	    $(SYSTEM_LIBS))
+
+# The project's own text. Sorted, so that the run is the same everywhere.
+RUN_DATA := $(sort $(wildcard *.h examples/*.c tests/*.c tests/*/*.c tools/*.sh README.md Makefile))
+RUN_FLAGS := --dp 4 --zero-stage 3 --sac selective --sample 400
+
+.PHONY: run
+run: build/train_llama ## train a Llama on this project's source, 4 ranks, ZeRO-3; then it writes
+	build/train_llama --data $(RUN_DATA) $(RUN_FLAGS)
+
+.PHONY: bench
+bench: build/train_llama ## tokens/s and peak bytes of every stage and recompute policy
+	@sh tools/bench.sh build/train_llama
+
+# ------------------------------------------------------------------------------------------- tests
+
+# What this machine has of CBLAS, cJSON and xxHash; touched only when that changes.
+.PHONY: force
+build/features: force | compiler
+	@sh tools/features.sh "$(CC)" > $@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+# How a test is built: its own file brings in the implementation of every header it uses.
+TEST_SOURCE = $(filter tests/%.c,$^)
+build_test = rm -f $@; . build/features; set -x; \
+    $(CC) $(C_FLAGS) -O2 -g $(1) $(TEST_SOURCE) -o $@ $(2) -lcmocka $(SYSTEM_LIBS)
+
+build/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features ## one test program
+	@$(call build_test,$$FT_CFLAGS,$$FT_LIBS)
+
+# The same without CBLAS and the rest: the built-in loops, and what sanitizers can see through.
+build/plain/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
+	@mkdir -p $(@D)
+	@$(call build_test,,)
+
+comma := ,
+SANITIZE := -fno-omit-frame-pointer -O1
+build/asan/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
+	@mkdir -p $(@D)
+	@$(call build_test,$(SANITIZE) -fsanitize=address$(comma)undefined -fno-sanitize-recover=all,)
+
+build/tsan/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
+	@mkdir -p $(@D)
+	@$(call build_test,$(SANITIZE) -fsanitize=thread,)
+
+build/asan/train_llama: examples/train_llama.c $(HEADERS) | compiler
+	@mkdir -p $(@D)
+	$(CC) $(C_FLAGS) -g $(SANITIZE) -fsanitize=address,undefined -fno-sanitize-recover=all \
+	    $< -o $@ $(SYSTEM_LIBS)
+
+
+PLAIN_TESTS := $(filter test_ops test_golden,$(TESTS))
+# Tests in which ranks talk to each other: the ones that run again with delays and under TSan.
+RANK_TESTS ?= $(filter-out test_io test_llama_names,$(TESTS))
+
+RUN_TESTS = sh tools/run_tests.sh -t $(TEST_TIMEOUT)
+
+.PHONY: deps
+deps: ## install what the tests need (root and apt-get), or name it
+	@sh tools/deps.sh "$(CC)"
+
+.PHONY: test
+test: ## all tests on the CPU; installs what they need first
+	@sh tools/deps.sh "$(CC)"
+	@$(SUBMAKE) -k $(PARALLEL) test_programs || true
+	@$(RUN_TESTS) $(addprefix build/,$(TESTS)) $(addprefix build/plain/,$(PLAIN_TESTS)) \
+	    $(TEST_SCRIPTS)
+
+.PHONY: test_programs asan_programs tsan_programs
+test_programs: $(addprefix build/,$(TESTS)) $(addprefix build/plain/,$(PLAIN_TESTS)) \
+    build/train_llama
+asan_programs: $(addprefix build/asan/,$(TESTS)) build/asan/train_llama
+tsan_programs: $(addprefix build/tsan/,$(RANK_TESTS))
+
+.PHONY: async
+async: ## multi-rank tests again, with streams as threads and random delays
+	@sh tools/deps.sh "$(CC)"
+	@$(SUBMAKE) -k $(PARALLEL) $(addprefix build/,$(RANK_TESTS)) || true
+	@FT_CPU_ASYNC=1 FT_DELAY_US=200 $(RUN_TESTS) -l build/logs/async \
+	    $(addprefix build/,$(RANK_TESTS))
+
+.PHONY: asan
+asan: ## tests and trainer under AddressSanitizer and UBSan
+	@sh tools/deps.sh "$(CC)"
+	@$(SUBMAKE) -k $(PARALLEL) asan_programs || true
+	@sh tools/sanitize.sh asan "$(CC)" $(RUN_TESTS) -l build/logs/asan \
+	    $(addprefix build/asan/,$(TESTS)) $(TEST_SCRIPTS)
+
+.PHONY: tsan
+tsan: ## multi-rank tests under ThreadSanitizer, streams as threads
+	@sh tools/deps.sh "$(CC)"
+	@$(SUBMAKE) -k $(PARALLEL) tsan_programs || true
+	@FT_CPU_ASYNC=1 FT_DELAY_US=50 sh tools/sanitize.sh tsan "$(CC)" $(RUN_TESTS) \
+	    -l build/logs/tsan $(addprefix build/tsan/,$(RANK_TESTS))
+
+.PHONY: check
+check: | compiler ## compile checks: every header, C11 and C++17, gcc, clang, nvcc
+	@sh tests/compile/check.sh
+
+.PHONY: clean
+clean: ## remove build/
+	rm -rf build

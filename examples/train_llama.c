@@ -1,0 +1,930 @@
+/* train_llama.c: trains a Llama on any files, byte by byte, with every rank a thread.
+
+   Build:  cc -std=c11 -O3 -march=native -I. examples/train_llama.c -o train_llama -lm -lpthread
+   Run:    ./train_llama --data *.h --dp 4 --zero-stage 3 --sac selective --steps 300
+   Plan:   ./train_llama --device meta --dp 8 --zero-stage 3 --sac full --hidden 4096 --layers 32
+
+@OUTPUT@
+   How it is built: one table of options drives parsing and --help. main() checks everything that
+   can be checked, plans the memory by running one step on the device `meta`, then trains. Plan and
+   run are the same function, rank_main(): only the device differs. Read train_step() first.
+
+   LETTERS  B batch (a micro-batch of one rank), T tokens of a sequence, V vocabulary, M
+   micro-batches of a step, R ranks. A step sees R * B * M sequences.
+
+   License: MIT, see LICENSE. */
+
+#ifndef _POSIX_C_SOURCE
+#define _POSIX_C_SOURCE 200809L /* clock_gettime, isatty */
+#endif
+
+#define FEMTOTRON_IMPLEMENTATION
+#include "femtotron.h"
+#include "femtotron_zero.h"
+#include "femtotron_llama.h"
+#include "femtotron_io.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { EXIT_USAGE = 2 };
+
+/* -------------------------------------------------------------------------------------- options */
+
+typedef struct settings {
+    int64_t device; /* ft_device */
+    int64_t dp, zero_stage, prefetch, reduce_overlap;
+    int64_t sac;          /* position in the words of --sac; SAC_BUDGET has sac_budget_bytes */
+    int64_t sac_budget_bytes;
+    int64_t micro_batch_size, micro_batches, seq_len;
+    int64_t steps, warmup, seed;
+    double lr, weight_decay, grad_clip;
+    int64_t dtype; /* ft_dtype */
+    int64_t hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, tie_embeddings;
+    const char *const *data;
+    int n_data;
+    const char *log_path, *memory_json_path;
+    int64_t sample, hash, help;
+} settings;
+
+enum { SAC_BUDGET = 3 }; /* the words before it are the ft_sac_kind of the same value */
+
+typedef enum option_kind {
+    TAKES_INT,   /* low..high */
+    TAKES_REAL,  /* low..high */
+    TAKES_WORD,  /* one of `value`, separated by |; stored as its position */
+    TAKES_SAC,   /* the same, or budget=BYTES */
+    TAKES_PATH,
+    TAKES_PATHS, /* all words up to the next flag */
+    TAKES_NONE,  /* stored as 1 */
+    TAKES_SWITCH /* 1, also without a value */
+} option_kind;
+
+typedef struct option {
+    const char *name;
+    option_kind kind;
+    const char *value;   /* how --help names it */
+    size_t offset;       /* in settings */
+    int64_t low, high;
+    const char *initial; /* parsed like a given one; NULL: 0 */
+    const char *help;    /* lines separated by \n */
+} option;
+
+#define AT(field) offsetof(settings, field)
+#define MANY ((int64_t)1 << 24)
+
+static const option options[] = {
+    {"--device", TAKES_WORD, "cpu|meta", AT(device), 0, 0, "cpu",
+     "cpu trains. meta prints the plan of every rank's memory and traffic:\n"
+     "any size of model, without storage, kernels or data"},
+    {"--dp", TAKES_INT, "R", AT(dp), 1, 1024, "1", "data-parallel ranks, each a thread"},
+    {"--zero-stage", TAKES_INT, "0..3", AT(zero_stage), 0, 3, "0",
+     "what the ranks shard: 0 nothing, 1 optimizer state, 2 and gradients,\n"
+     "3 and parameters"},
+    {"--sac", TAKES_SAC, "none|selective|full|budget=BYTES", AT(sac), 0, 0, "none",
+     "recomputation in backward: nothing, what is cheap, all but the layers'\n"
+     "inputs, or as little as fits in BYTES a rank (suffix KiB, MiB, GiB)"},
+    {"--prefetch", TAKES_INT, "UNITS", AT(prefetch), 0, 1024, "1",
+     "stage 3: units gathered ahead of the running one"},
+    {"--reduce-overlap", TAKES_WORD, "0|1", AT(reduce_overlap), 0, 0, "1",
+     "1 reduces gradients under the next unit's backward and costs one more\n"
+     "unit of them in stages 2 and 3"},
+    {"--micro-batch-size", TAKES_INT, "B", AT(micro_batch_size), 1, MANY, "8",
+     "sequences of a rank in a micro-batch"},
+    {"--micro-batches", TAKES_INT, "M", AT(micro_batches), 1, 65536, "1",
+     "micro-batches of a step; the global batch is R x B x M sequences"},
+    {"--seq-len", TAKES_INT, "T", AT(seq_len), 1, MANY, "128", "tokens of a sequence"},
+    {"--steps", TAKES_INT, "N", AT(steps), 1, 1000000000, "100", "optimizer steps"},
+    {"--lr", TAKES_REAL, "LR", AT(lr), 0, 1000, "0.001", "learning rate after the warm-up"},
+    {"--warmup", TAKES_INT, "N", AT(warmup), 0, 1000000000, "0",
+     "steps in which the learning rate grows linearly to LR; then constant"},
+    {"--weight-decay", TAKES_REAL, "W", AT(weight_decay), 0, 1000, "0.1",
+     "AdamW's decay of matrices (of norms and biases never); 0: none"},
+    {"--grad-clip", TAKES_REAL, "C", AT(grad_clip), 0, 1000000000, "1",
+     "largest global gradient norm; 0: no clipping"},
+    {"--dtype", TAKES_WORD, "fp32|bf16", AT(dtype), 0, 0, "fp32",
+     "of parameters, gradients and activations; bf16 keeps fp32 masters"},
+    {"--seed", TAKES_INT, "N", AT(seed), 0, INT64_MAX, "0",
+     "of initial weights, of the order of the data, and of the sample"},
+    {"--data", TAKES_PATHS, "FILE...", AT(data), 0, 0, NULL,
+     "what to train on: the bytes of any files, in this order"},
+    {"--hidden", TAKES_INT, "C", AT(hidden), 1, MANY, "128", "width of the model"},
+    {"--layers", TAKES_INT, "L", AT(layers), 1, 65536, "4", "decoder layers"},
+    {"--heads", TAKES_INT, "H", AT(heads), 1, MANY, "4", "query heads"},
+    {"--kv-heads", TAKES_INT, "K", AT(kv_heads), 1, MANY, NULL,
+     "key and value heads, a divisor of H; default H"},
+    {"--head-dim", TAKES_INT, "D", AT(head_dim), 1, MANY, NULL, "size of a head; default C / H"},
+    {"--intermediate", TAKES_INT, "F", AT(intermediate), 1, MANY, NULL,
+     "width of the feed-forward; default 8/3 C, rounded up to 32"},
+    {"--vocab", TAKES_INT, "V", AT(vocab), 1, MANY, "256",
+     "vocabulary; below 256 a byte >= V in the data is an error"},
+    {"--tie-embeddings", TAKES_SWITCH, "[0|1]", AT(tie_embeddings), 0, 0, NULL,
+     "the output head is the embedding table"},
+    {"--log", TAKES_PATH, "FILE", AT(log_path), 0, 0, NULL,
+     "one JSON object a step: step, loss, grad_norm, lr, tokens (so far),\n"
+     "tokens_per_s, peak_bytes (of rank 0)"},
+    {"--memory-json", TAKES_PATH, "FILE", AT(memory_json_path), 0, 0, NULL,
+     "every rank's peak bytes, and by tag at that moment, as JSON"},
+    {"--sample", TAKES_INT, "N", AT(sample), 0, MANY, "0",
+     "after training, bytes to generate (temperature 0.8)"},
+    {"--hash", TAKES_NONE, "", AT(hash), 0, 0, NULL,
+     "print a hash of all fp32 weights, the same for every layout"},
+    {"--help", TAKES_NONE, "", AT(help), 0, 0, NULL, "print this and exit"},
+};
+
+enum { OPTION_COUNT = (int)(sizeof options / sizeof options[0]) };
+
+static int64_t *int_field(settings *set, size_t offset) {
+    return (int64_t *)(void *)((char *)set + offset);
+}
+
+/* One line on standard error; returns 0, so that parsers can `return bad(...)`. */
+static int bad(const char *format, ...) {
+    va_list list;
+    va_start(list, format);
+    fputs("error: ", stderr);
+    vfprintf(stderr, format, list);
+    fputs("; see --help\n", stderr);
+    va_end(list);
+    return 0;
+}
+
+/* Digits and a sign and nothing else. An overflow comes out as the nearest int64_t, *over set. */
+static int read_int(const char *text, const char **rest, int64_t *value, int *over) {
+    char *end;
+    long long parsed;
+    if (text[0] != '-' && (text[0] < '0' || text[0] > '9')) return 0;
+    errno = 0;
+    parsed = strtoll(text, &end, 10);
+    *over = errno == ERANGE;
+    *rest = end;
+    *value = (int64_t)parsed;
+    return end != text;
+}
+
+static int parse_int(const option *opt, const char *text, int64_t *value) {
+    const char *rest;
+    int over;
+    if (!read_int(text, &rest, value, &over) || *rest != '\0')
+        return bad("%s %s: not a whole number", opt->name, text);
+    if (*value < opt->low)
+        return bad("%s %s: must be at least %lld", opt->name, text, (long long)opt->low);
+    if (over || *value > opt->high)
+        return bad("%s %s: must be at most %lld", opt->name, text, (long long)opt->high);
+    return 1;
+}
+
+static int parse_real(const option *opt, const char *text, double *value) {
+    char *end;
+    /* strtod alone would take leading blanks, nan, inf and hexadecimal. */
+    if (text[0] == '\0' || strspn(text, "+-.0123456789eE") != strlen(text))
+        return bad("%s %s: not a number", opt->name, text);
+    *value = strtod(text, &end);
+    if (*end != '\0') return bad("%s %s: not a number", opt->name, text);
+    if (!(*value >= (double)opt->low && *value <= (double)opt->high))
+        return bad("%s %s: must be within %lld..%lld", opt->name, text, (long long)opt->low,
+                   (long long)opt->high);
+    return 1;
+}
+
+/* The position of `text` in "a|b|c", or -1. */
+static int word_index(const char *words, const char *text) {
+    size_t n = strlen(text);
+    int index = 0;
+    for (;; index++) {
+        size_t here = strcspn(words, "|");
+        if (here == n && strncmp(words, text, n) == 0) return index;
+        if (words[here] == '\0') return -1;
+        words += here + 1;
+    }
+}
+
+static int parse_word(const option *opt, const char *text, int64_t *value) {
+    const char *words = opt->kind == TAKES_SWITCH ? "0|1" : opt->value;
+    *value = word_index(words, text);
+    return *value >= 0 || bad("%s %s: must be one of %s", opt->name, text, words);
+}
+
+static int parse_sac(const option *opt, const char *text, settings *set) {
+    static const char *const suffix[] = {"", "KiB", "MiB", "GiB"};
+    const char *rest;
+    int64_t bytes;
+    int unit, over;
+    if (strncmp(text, "budget=", 7) != 0) return parse_word(opt, text, &set->sac);
+    set->sac = SAC_BUDGET;
+    if (!read_int(text + 7, &rest, &bytes, &over))
+        return bad("%s %s: the budget is not a number of bytes", opt->name, text);
+    for (unit = 0; unit < 4 && strcmp(rest, suffix[unit]) != 0;) unit++;
+    if (unit == 4) return bad("%s %s: suffixes are KiB, MiB and GiB", opt->name, text);
+    if (bytes < 1) return bad("%s %s: the budget must be at least 1 byte", opt->name, text);
+    if (over || bytes > (INT64_MAX >> (10 * unit)))
+        return bad("%s %s: the budget is too large", opt->name, text);
+    set->sac_budget_bytes = bytes << (10 * unit);
+    return 1;
+}
+
+static int parse_value(const option *opt, const char *text, settings *set) {
+    char *field = (char *)set + opt->offset;
+    switch (opt->kind) {
+    case TAKES_INT: return parse_int(opt, text, int_field(set, opt->offset));
+    case TAKES_REAL: return parse_real(opt, text, (double *)(void *)field);
+    case TAKES_WORD: return parse_word(opt, text, int_field(set, opt->offset));
+    case TAKES_SAC: return parse_sac(opt, text, set);
+    case TAKES_PATH:
+        if (text[0] == '\0') return bad("%s needs the name of a file", opt->name);
+        *(const char **)(void *)field = text;
+        return 1;
+    default: return 0;
+    }
+}
+
+static int is_flag(const char *word) { return word[0] == '-' && word[1] == '-'; }
+
+/* Reads the values that follow flag `opt`; *next is the first word after them. */
+static int parse_option(const option *opt, int argc, char **argv, int *next, settings *set) {
+    if (opt->kind == TAKES_NONE || opt->kind == TAKES_SWITCH) {
+        int has_value = opt->kind == TAKES_SWITCH && *next < argc && !is_flag(argv[*next]);
+        *int_field(set, opt->offset) = 1;
+        return has_value ? parse_word(opt, argv[(*next)++], int_field(set, opt->offset)) : 1;
+    }
+    if (*next >= argc || is_flag(argv[*next]))
+        return bad("%s needs a value: %s", opt->name, opt->value);
+    if (opt->kind != TAKES_PATHS) return parse_value(opt, argv[(*next)++], set);
+    set->data = (const char *const *)(argv + *next);
+    for (set->n_data = 0; *next < argc && !is_flag(argv[*next]); (*next)++) set->n_data++;
+    return 1;
+}
+
+static int parse_options(int argc, char **argv, settings *set) {
+    int given[OPTION_COUNT];
+    int next = 1, i;
+    memset(set, 0, sizeof *set);
+    memset(given, 0, sizeof given);
+    for (i = 0; i < OPTION_COUNT; i++)
+        if (options[i].initial && !parse_value(&options[i], options[i].initial, set)) return 0;
+    while (next < argc) {
+        const char *word = argv[next++];
+        for (i = 0; i < OPTION_COUNT && strcmp(options[i].name, word) != 0;) i++;
+        if (i == OPTION_COUNT) return bad("%s: unknown flag", word);
+        if (given[i]++) return bad("%s is given twice", word);
+        if (!parse_option(&options[i], argc, argv, &next, set)) return 0;
+    }
+    return 1;
+}
+
+static void print_help(void) {
+    int i;
+    puts("usage: train_llama --data FILE... [flags]\n"
+         "       train_llama --device meta [flags]\n\n"
+         "Trains a Llama-family model on the bytes of files. Every rank is a thread.\n");
+    for (i = 0; i < OPTION_COUNT; i++) {
+        const char *line = options[i].help;
+        printf("%s %s\n", options[i].name, options[i].value);
+        while (line) {
+            const char *end = strchr(line, '\n');
+            int last = end == NULL;
+            printf("      %.*s", last ? (int)strlen(line) : (int)(end - line), line);
+            if (last && options[i].initial) printf(" (default %s)", options[i].initial);
+            putchar('\n');
+            line = last ? NULL : end + 1;
+        }
+    }
+}
+
+/* ------------------------------------------------------------------------------- what is shared */
+
+typedef struct rank_result { /* written by its own rank, read when all have ended */
+    ft_mem_stats memory;
+    int64_t sent[FT_COLLECTIVE_COUNT]; /* bytes, all groups, all steps */
+} rank_result;
+
+/* A launch: a plan on meta or a run on the CPU. The ranks read it. They write their own row of
+   `results`; rank 0 alone writes the fields from `text` on. */
+typedef struct job {
+    const settings *set;
+    ft_llama_config model;
+    const ft_sac *sac;            /* [layers] */
+    const ft_io_sampler *sampler; /* NULL in a plan: there tokens have no values */
+    int64_t steps;
+    rank_result *results;         /* [R] */
+    ft_io_log *log;
+    int live;                     /* progress as one line that is written over */
+    int32_t *text;                /* [prompt + N]: the prompt, then what the model appends */
+    int64_t prompt;
+    int line_open;                /* the live line is not ended yet */
+    ft_zero_report report;
+    double first_loss, seconds;
+    uint64_t hash;
+} job;
+
+typedef struct trainer { /* what a rank has */
+    ft_ctx *ctx;
+    job *work;
+    ft_zero *zero;
+    ft_llama *model;
+    ft_tape *tape;
+    ft_tensor *tokens, *labels;           /* int32 [B,T] */
+    int32_t *host_tokens, *host_labels;
+} trainer;
+
+static double now_s(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static double mib(size_t bytes) { return (double)bytes / (1024.0 * 1024.0); }
+
+static int64_t tokens_of_step(const settings *set) {
+    return set->dp * set->micro_batch_size * set->micro_batches * set->seq_len;
+}
+
+/* ------------------------------------------------------------------------------------- training */
+
+static ft_status trainer_create(trainer *t) {
+    const settings *set = t->work->set;
+    ft_zero_config config = ft_zero_config_default();
+    ft_mesh mesh;
+    int64_t shape[2];
+    size_t bytes = (size_t)(set->micro_batch_size * set->seq_len) * sizeof(int32_t);
+    shape[0] = set->micro_batch_size;
+    shape[1] = set->seq_len;
+    config.stage = (int)set->zero_stage;
+    config.dtype = (ft_dtype)set->dtype;
+    config.prefetch = (int)set->prefetch;
+    config.reduce_overlap = set->reduce_overlap ? FT_ON : FT_OFF;
+    config.weight_decay = set->weight_decay;
+    config.grad_clip = set->grad_clip;
+    FT_TRY(ft_mesh_create(t->ctx, (int)set->dp, 1, 1, &mesh));
+    FT_TRY(ft_zero_create(t->ctx, &config, &mesh, &t->zero));
+    FT_TRY(ft_llama_create(t->ctx, t->zero, &t->work->model, set->seq_len, (uint64_t)set->seed,
+                           &t->model));
+    FT_TRY(ft_tape_create(t->ctx, &t->tape));
+    FT_TRY(ft_tensor_create(t->ctx, &t->tokens, FT_I32, 2, shape, FT_TAG_OTHER));
+    FT_TRY(ft_tensor_create(t->ctx, &t->labels, FT_I32, 2, shape, FT_TAG_OTHER));
+    if (!t->work->sampler) return FT_OK;
+    t->host_tokens = (int32_t *)ft_host_alloc(t->ctx, bytes);
+    t->host_labels = (int32_t *)ft_host_alloc(t->ctx, bytes);
+    return t->host_tokens && t->host_labels ? FT_OK : FT_ERR_OOM;
+}
+
+/* Rank r's B sequences of a micro-batch. One pair of tensors serves all: the copy waits, on the
+   compute stream, for the backward that read them. */
+static ft_status load_micro_batch(trainer *t, int64_t step, int micro_batch) {
+    const settings *set = t->work->set;
+    if (!t->work->sampler) return FT_OK;
+    FT_TRY(ft_io_sampler_fill(t->work->sampler, step, ft_rank(t->ctx), (int)set->dp, micro_batch,
+                              (int)set->micro_batches, t->host_tokens, t->host_labels));
+    FT_TRY(ft_upload(t->tokens, t->host_tokens));
+    return ft_upload(t->labels, t->host_labels);
+}
+
+/* One optimizer step. The number of tokens that count is known before the first forward and scales
+   the loss, so gradients are summed over micro-batches and ranks, never averaged. */
+static ft_status train_step(trainer *t, int64_t step, double lr) {
+    const settings *set = t->work->set;
+    int64_t counted = set->micro_batch_size * set->micro_batches * set->seq_len;
+    int m, M = (int)set->micro_batches;
+    ft_tensor *scale, *loss;
+    FT_TRY(ft_zero_step_begin(t->zero, M, counted, &scale));
+    for (m = 0; m < M; m++) {
+        FT_TRY(load_micro_batch(t, step, m));
+        FT_TRY(ft_tape_begin(t->tape));
+        FT_TRY(ft_llama_loss(t->model, t->tokens, t->labels, scale, t->work->sac, &loss));
+        FT_TRY(ft_tape_end(t->tape));
+        /* The loss is computed by backward, together with its gradient, and dies with the tape. */
+        FT_TRY(ft_zero_add_loss(t->zero, loss));
+        FT_TRY(ft_backward(t->tape, loss, NULL));
+    }
+    return ft_zero_step_end(t->zero, lr);
+}
+
+/* Linear warm-up, then constant; the first step is not wasted on a rate of 0. */
+static double learning_rate(const settings *set, int64_t step) {
+    if (step + 1 >= set->warmup) return set->lr;
+    return set->lr * (double)(step + 1) / (double)set->warmup;
+}
+
+static void print_bar(const job *work, int64_t step) {
+    enum { WIDTH = 20 };
+    int done = (int)(step * WIDTH / work->steps);
+    printf("\r[%.*s%.*s] ", done, "####################", WIDTH - done, "....................");
+}
+
+static ft_status report_step(job *work, const trainer *t, int64_t step, double lr, double seconds) {
+    int64_t tokens = tokens_of_step(work->set);
+    double rate = (double)tokens / (seconds > 1e-9 ? seconds : 1e-9);
+    ft_mem_stats memory;
+    ft_mem_get(t->ctx, &memory);
+    if (step == 1) work->first_loss = work->report.loss;
+    if (work->live) print_bar(work, step);
+    printf("step %lld/%lld | loss %.4f | norm %.4f | lr %.3g | %.0f tok/s | peak %.2f MiB%s",
+           (long long)step, (long long)work->steps, work->report.loss, work->report.grad_norm, lr,
+           rate, mib(memory.peak_bytes), work->live ? " " : "\n");
+    work->line_open = work->live;
+    fflush(stdout);
+    if (!work->log) return FT_OK;
+    ft_io_log_begin(work->log);
+    ft_io_log_int(work->log, "step", step);
+    ft_io_log_float(work->log, "loss", work->report.loss);
+    ft_io_log_float(work->log, "grad_norm", work->report.grad_norm);
+    ft_io_log_float(work->log, "lr", lr);
+    ft_io_log_int(work->log, "tokens", step * tokens);
+    ft_io_log_float(work->log, "tokens_per_s", rate);
+    ft_io_log_int(work->log, "peak_bytes", (int64_t)memory.peak_bytes);
+    return ft_io_log_end(work->log);
+}
+
+static ft_status train(trainer *t) {
+    job *work = t->work;
+    double begin = now_s();
+    int64_t step;
+    for (step = 0; step < work->steps; step++) {
+        double lr = learning_rate(work->set, step), step_begin = now_s();
+        ft_zero_report report;
+        FT_TRY(train_step(t, step, lr));
+        FT_TRY(ft_zero_report_get(t->zero, &report)); /* waits for the step to be over */
+        if (!work->sampler || ft_rank(t->ctx) != 0) continue;
+        work->report = report;
+        FT_TRY(report_step(work, t, step + 1, lr, now_s() - step_begin));
+    }
+    if (ft_rank(t->ctx) == 0) work->seconds = now_s() - begin;
+    return FT_OK;
+}
+
+/* Kept before anything but training has run: sampling and hashing are not part of the plan. */
+static void keep_result(trainer *t) {
+    enum { MAX_GROUPS = 16 };
+    rank_result *result = &t->work->results[ft_rank(t->ctx)];
+    ft_traffic traffic[MAX_GROUPS];
+    int groups = ft_traffic_get(t->ctx, MAX_GROUPS, traffic), g, kind;
+    ft_mem_get(t->ctx, &result->memory);
+    memset(result->sent, 0, sizeof result->sent);
+    for (g = 0; g < groups && g < MAX_GROUPS; g++)
+        for (kind = 0; kind < FT_COLLECTIVE_COUNT; kind++)
+            result->sent[kind] += traffic[g].sent_bytes[kind];
+}
+
+/* ------------------------------------------------------------------------------------- sampling */
+
+static double uniform(uint64_t *state) { /* splitmix64 (Steele et al. 2014), in [0, 1) */
+    uint64_t z = (*state += UINT64_C(0x9E3779B97F4A7C15));
+    z = (z ^ (z >> 30)) * UINT64_C(0xBF58476D1CE4E5B9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94D049BB133111EB);
+    return (double)((z ^ (z >> 31)) >> 11) * (1.0 / 9007199254740992.0);
+}
+
+/* Draws from softmax(logits[V] / temperature). */
+static int32_t draw(const float *logits, int64_t V, double temperature, uint64_t *state) {
+    double top = logits[0], sum = 0, left;
+    int64_t v;
+    for (v = 1; v < V; v++)
+        if (logits[v] > top) top = logits[v];
+    for (v = 0; v < V; v++) sum += exp(((double)logits[v] - top) / temperature);
+    left = uniform(state) * sum;
+    for (v = 0; v < V - 1; v++) {
+        left -= exp(((double)logits[v] - top) / temperature);
+        if (left < 0) break;
+    }
+    return (int32_t)v;
+}
+
+/* logits[V] after context[n]. Every rank must call it: in stage 3 each holds a part of the weights.
+   The memory is not part of the plan. */
+static ft_status next_logits(trainer *t, const int32_t *context, int64_t n, float *logits) {
+    int64_t shape[2], V = t->work->model.vocab, v;
+    ft_tensor *tokens, *out;
+    shape[0] = 1;
+    shape[1] = n;
+    FT_TRY(ft_tensor_create(t->ctx, &tokens, FT_I32, 2, shape, FT_TAG_OTHER));
+    FT_TRY(ft_upload(tokens, context));
+    FT_TRY(ft_llama_logits(t->model, tokens, 1, &out));
+    FT_TRY(ft_download(out, logits));
+    if (out->dtype == FT_BF16) { /* widened in place, from the end */
+        const uint16_t *narrow = (const uint16_t *)(const void *)logits;
+        for (v = V - 1; v >= 0; v--) {
+            uint16_t bits;
+            memcpy(&bits, narrow + v, sizeof bits);
+            logits[v] = ft_f32_from_bf16(bits);
+        }
+    }
+    ft_tensor_free(out);
+    ft_tensor_free(tokens);
+    return FT_OK;
+}
+
+/* Appends N tokens to the prompt. Rank 0 draws; the others only bring their part of the weights,
+   for which a context of any one token is enough. */
+static ft_status sample(trainer *t) {
+    const job *work = t->work;
+    int64_t T = work->set->seq_len, V = work->model.vocab, n;
+    uint64_t state = (uint64_t)work->set->seed;
+    int32_t any = 0;
+    float *logits = (float *)ft_host_alloc(t->ctx, (size_t)V * sizeof(float));
+    if (!logits) return FT_ERR_OOM;
+    for (n = work->prompt; n < work->prompt + work->set->sample; n++) {
+        int64_t length = n < T ? n : T;
+        if (ft_rank(t->ctx) != 0) {
+            FT_TRY(next_logits(t, &any, 1, logits));
+            continue;
+        }
+        FT_TRY(next_logits(t, work->text + n - length, length, logits));
+        work->text[n] = draw(logits, V, 0.8, &state);
+    }
+    return FT_OK;
+}
+
+static void print_sample(const job *work) {
+    int64_t i;
+    printf("\nsample: the first %lld bytes of the data, then %lld of the model\n----\n",
+           (long long)work->prompt, (long long)work->set->sample);
+    for (i = 0; i < work->prompt + work->set->sample; i++) {
+        int32_t token = work->text[i];
+        if (token == '\n' || token == '\t' || (token >= 32 && token < 127)) putchar((int)token);
+        else printf("\\x%02x", (unsigned)token);
+    }
+    puts("\n----");
+}
+
+/* ---------------------------------------------------------------------------------------- ranks */
+
+static ft_status rank_main(ft_ctx *ctx, void *user) {
+    job *work = (job *)user;
+    uint64_t hash;
+    trainer t;
+    memset(&t, 0, sizeof t);
+    t.ctx = ctx;
+    t.work = work;
+    FT_TRY(trainer_create(&t));
+    FT_TRY(train(&t));
+    keep_result(&t);
+    if (!work->sampler) return FT_OK;
+    if (ft_rank(ctx) == 0 && work->line_open) putchar('\n');
+    if (ft_rank(ctx) == 0) work->line_open = 0;
+    if (work->set->hash) {
+        FT_TRY(ft_llama_hash(t.model, &hash));
+        if (ft_rank(ctx) == 0) work->hash = hash;
+    }
+    return work->set->sample ? sample(&t) : FT_OK;
+}
+
+static ft_status launch(job *work, ft_device device) {
+    ft_config config = ft_config_default();
+    config.world = (int)work->set->dp;
+    config.device = device;
+    return ft_launch(&config, rank_main, work);
+}
+
+/* --------------------------------------------------------------------------------------- tables */
+
+/* Decimal digits in threes; text[32] holds any int64_t. */
+static const char *thousands(int64_t value, char *text) {
+    char digits[24];
+    int n = snprintf(digits, sizeof digits, "%lld", (long long)value), i, at = 0;
+    for (i = 0; i < n; i++) {
+        if (i > 0 && (n - i) % 3 == 0 && digits[i - 1] != '-') text[at++] = ',';
+        text[at++] = digits[i];
+    }
+    text[at] = '\0';
+    return text;
+}
+
+/* A row of values[columns] for each rank. Neighbours with equal rows share one, and columns of
+   nothing but zeros are left out. */
+static void print_ranks(int ranks, int columns, const char *const *names, const int64_t *values) {
+    enum { WIDTH = 17 };
+    int first, last, c, r;
+    char text[32];
+    printf("  %-11s", "rank");
+    for (c = 0; c < columns; c++) {
+        for (r = 0; r < ranks && values[r * columns + c] == 0;) r++;
+        if (r < ranks) printf("%*s", WIDTH, names[c]);
+    }
+    putchar('\n');
+    for (first = 0; first < ranks; first = last + 1) {
+        size_t row_bytes = (size_t)columns * sizeof values[0];
+        const int64_t *row = values + first * columns;
+        for (last = first; last + 1 < ranks; last++)
+            if (memcmp(row, values + (last + 1) * columns, row_bytes) != 0) break;
+        if (first == last) snprintf(text, sizeof text, "%d", first);
+        else snprintf(text, sizeof text, "%d-%d", first, last);
+        printf("  %-11s", text);
+        for (c = 0; c < columns; c++) {
+            for (r = 0; r < ranks && values[r * columns + c] == 0;) r++;
+            if (r < ranks) printf("%*s", WIDTH, thousands(row[c], text));
+        }
+        putchar('\n');
+    }
+}
+
+static ft_status print_memory(int ranks, const rank_result *results) {
+    enum { COLUMNS = FT_TAG_COUNT + 1 };
+    const char *names[COLUMNS];
+    int64_t *values = (int64_t *)malloc((size_t)ranks * COLUMNS * sizeof *values);
+    int r, tag;
+    if (!values) return ft_error(FT_ERR_OOM, "no memory for a table of %d ranks", ranks);
+    names[0] = "peak";
+    for (tag = 0; tag < FT_TAG_COUNT; tag++) names[tag + 1] = ft_tag_name((ft_tag)tag);
+    for (r = 0; r < ranks; r++) {
+        values[r * COLUMNS] = (int64_t)results[r].memory.peak_bytes;
+        for (tag = 0; tag < FT_TAG_COUNT; tag++)
+            values[r * COLUMNS + tag + 1] = (int64_t)results[r].memory.at_peak[tag];
+    }
+    print_ranks(ranks, COLUMNS, names, values);
+    free(values);
+    printf("  rank 0's peak is at: %s\n", results[0].memory.peak_where);
+    return FT_OK;
+}
+
+static ft_status print_traffic(int ranks, const rank_result *results) {
+    const char *names[FT_COLLECTIVE_COUNT];
+    size_t row_bytes = sizeof results[0].sent;
+    int64_t *values = (int64_t *)malloc((size_t)ranks * row_bytes), total = 0;
+    int r, kind;
+    if (!values) return ft_error(FT_ERR_OOM, "no memory for a table of %d ranks", ranks);
+    for (r = 0; r < ranks; r++) {
+        memcpy(values + r * FT_COLLECTIVE_COUNT, results[r].sent, row_bytes);
+        for (kind = 0; kind < FT_COLLECTIVE_COUNT; kind++) total += results[r].sent[kind];
+    }
+    for (kind = 0; kind < FT_COLLECTIVE_COUNT; kind++)
+        names[kind] = ft_collective_name((ft_collective)kind);
+    if (total > 0) print_ranks(ranks, FT_COLLECTIVE_COUNT, names, values);
+    else puts("  none");
+    free(values);
+    return FT_OK;
+}
+
+static void write_memory_json(ft_io_json *json, int ranks, const rank_result *results) {
+    int r, tag;
+    ft_io_json_begin_object(json);
+    ft_io_json_key(json, "ranks");
+    ft_io_json_begin_array(json);
+    for (r = 0; r < ranks; r++) {
+        ft_io_json_begin_object(json);
+        ft_io_json_key(json, "rank");
+        ft_io_json_int(json, r);
+        ft_io_json_key(json, "peak_bytes");
+        ft_io_json_int(json, (int64_t)results[r].memory.peak_bytes);
+        ft_io_json_key(json, "tags");
+        ft_io_json_begin_object(json);
+        for (tag = 0; tag < FT_TAG_COUNT; tag++) {
+            ft_io_json_key(json, ft_tag_name((ft_tag)tag));
+            ft_io_json_int(json, (int64_t)results[r].memory.at_peak[tag]);
+        }
+        ft_io_json_end_object(json);
+        ft_io_json_end_object(json);
+    }
+    ft_io_json_end_array(json);
+    ft_io_json_end_object(json);
+}
+
+/* The ranks whose peak, or a tag's share of it, is not what was planned. */
+static int planned_wrong(int ranks, const rank_result *plan, const rank_result *run) {
+    int r, wrong = 0;
+    for (r = 0; r < ranks; r++)
+        wrong += plan[r].memory.peak_bytes != run[r].memory.peak_bytes ||
+                 memcmp(plan[r].memory.at_peak, run[r].memory.at_peak,
+                        sizeof run[r].memory.at_peak) != 0;
+    return wrong;
+}
+
+/* ----------------------------------------------------------------------------------------- main */
+
+typedef struct program { /* what main() opens and must close */
+    settings set;
+    ft_llama_config model;
+    ft_io_data *data;
+    ft_io_sampler sampler;
+    ft_sac *sac;                /* [layers] */
+    int32_t *text;              /* [prompt + N] */
+    int64_t prompt;
+    rank_result *plan, *run;    /* [R] */
+    ft_io_log *log;
+    ft_io_json *memory_json;
+    int line_open;              /* a live line is to be ended before an error is printed */
+} program;
+
+static void model_config(const settings *set, ft_llama_config *model) {
+    *model = ft_llama_config_default();
+    model->vocab = set->vocab;
+    model->hidden = set->hidden;
+    model->layers = set->layers;
+    model->heads = set->heads;
+    model->kv_heads = set->kv_heads;
+    model->head_dim = set->head_dim;
+    model->intermediate = set->intermediate;
+    model->tie_embeddings = (int)set->tie_embeddings;
+}
+
+/* The first bytes of the data start the sample. */
+static ft_status open_prompt(program *p) {
+    const int64_t most = 32;
+    int64_t tokens = ft_io_data_tokens(p->data);
+    p->prompt = tokens < most ? tokens : most;
+    p->text = (int32_t *)calloc((size_t)(p->prompt + p->set.sample), sizeof *p->text);
+    if (!p->text)
+        return ft_error(FT_ERR_OOM, "no memory for %lld sampled bytes", (long long)p->set.sample);
+    return ft_io_data_read(p->data, 0, p->prompt, p->text);
+}
+
+/* All that can be refused before a rank starts. */
+static ft_status open_inputs(program *p) {
+    const settings *set = &p->set;
+    int64_t batch = set->dp * set->micro_batch_size;
+    model_config(set, &p->model);
+    FT_TRY(ft_llama_check(&p->model));
+    if (batch > INT32_MAX / set->micro_batches ||
+        set->micro_batch_size > INT32_MAX / set->seq_len)
+        return ft_error(FT_ERR_ARG, "the batch is too large: %lld ranks x %lld sequences x %lld "
+                        "micro-batches of %lld tokens; a global batch of sequences and a "
+                        "micro-batch of tokens are at most %d", (long long)set->dp,
+                        (long long)set->micro_batch_size, (long long)set->micro_batches,
+                        (long long)set->seq_len, INT32_MAX);
+    if (set->n_data > 0) {
+        FT_TRY(ft_io_data_open(set->data, set->n_data, FT_IO_TOKEN_BYTE, &p->data));
+        FT_TRY(ft_io_data_check_vocab(p->data, set->vocab));
+        FT_TRY(ft_io_sampler_init(&p->sampler, p->data, set->seq_len, batch * set->micro_batches,
+                                  (uint64_t)set->seed));
+        FT_TRY(open_prompt(p));
+    }
+    if (set->log_path && set->device == FT_CPU) FT_TRY(ft_io_log_open(set->log_path, 0, &p->log));
+    if (set->memory_json_path) FT_TRY(ft_io_json_open(set->memory_json_path, &p->memory_json));
+    p->sac = (ft_sac *)calloc((size_t)set->layers, sizeof *p->sac);
+    p->plan = (rank_result *)calloc((size_t)set->dp, sizeof *p->plan);
+    p->run = (rank_result *)calloc((size_t)set->dp, sizeof *p->run);
+    if (!p->sac || !p->plan || !p->run)
+        return ft_error(FT_ERR_OOM, "no memory for the results of %lld ranks", (long long)set->dp);
+    return FT_OK;
+}
+
+static void print_settings(const program *p) {
+    const settings *set = &p->set;
+    const ft_llama_config *model = &p->model;
+    char text[32];
+    printf("model   %lld layers, hidden %lld, %lld heads (%lld kv) of %lld, feed-forward %lld, "
+           "vocabulary %lld, embeddings %s: %s weights\n", (long long)model->layers,
+           (long long)model->hidden, (long long)model->heads, (long long)model->kv_heads,
+           (long long)model->head_dim, (long long)model->intermediate, (long long)model->vocab,
+           model->tie_embeddings ? "tied" : "untied", thousands(ft_llama_param_total(model), text));
+    printf("batch   %lld ranks x %lld sequences x %lld micro-batches x %lld tokens = %s tokens a "
+           "step\n", (long long)set->dp, (long long)set->micro_batch_size,
+           (long long)set->micro_batches, (long long)set->seq_len,
+           thousands(tokens_of_step(set), text));
+    printf("memory  ZeRO-%lld, recompute %s, prefetch %lld, reduce-overlap %s, %s\n",
+           (long long)set->zero_stage,
+           set->sac == SAC_BUDGET ? "by budget" : set->sac == FT_SAC_FULL ? "full"
+           : set->sac == FT_SAC_SELECTIVE ? "selective" : "none", (long long)set->prefetch,
+           set->reduce_overlap ? "on" : "off", set->dtype == FT_BF16 ? "bf16" : "fp32");
+    printf("adamw   %lld steps, lr %g, warm-up %lld, decay %g, clip %g, seed %lld\n",
+           (long long)set->steps, set->lr, (long long)set->warmup, set->weight_decay,
+           set->grad_clip, (long long)set->seed);
+    if (p->data)
+        printf("data    %s bytes in %d files\n", thousands(ft_io_data_tokens(p->data), text),
+               set->n_data);
+}
+
+static job job_create(program *p) {
+    job work;
+    memset(&work, 0, sizeof work);
+    work.set = &p->set;
+    work.model = p->model;
+    work.sac = p->sac;
+    work.steps = 1;
+    work.results = p->plan;
+    return work;
+}
+
+/* Fills sac[layers]: the policy that was asked for, or the one that fits the budget best. */
+static ft_status choose_recompute(program *p, job *plan) {
+    ft_sac_budget budget;
+    char text[32], peak[32];
+    int64_t layer;
+    if (p->set.sac != SAC_BUDGET) {
+        for (layer = 0; layer < p->set.layers; layer++)
+            p->sac[layer].kind = (ft_sac_kind)p->set.sac;
+        return FT_OK;
+    }
+    memset(&budget, 0, sizeof budget);
+    budget.segments = (int)p->set.layers;
+    budget.budget_bytes = (size_t)p->set.sac_budget_bytes;
+    budget.config = ft_config_default();
+    budget.config.world = (int)p->set.dp;
+    budget.step = rank_main;
+    budget.user = plan;
+    budget.sac = p->sac;
+    FT_TRY(ft_sac_fit(&budget));
+    printf("budget  %s bytes: peak %s, %.3g flops recomputed a step and rank, found in %d runs\n",
+           thousands(p->set.sac_budget_bytes, text), thousands((int64_t)budget.peak_bytes, peak),
+           budget.recompute_flops, budget.runs);
+    return FT_OK;
+}
+
+/* One step on meta: the same program, no storage. */
+static ft_status make_plan(program *p) {
+    job plan = job_create(p);
+    double begin;
+    FT_TRY(choose_recompute(p, &plan));
+    begin = now_s();
+    FT_TRY(launch(&plan, FT_META));
+    printf("\nplan: bytes of each rank at its peak (one step on meta, %.2f s)\n", now_s() - begin);
+    FT_TRY(print_memory((int)p->set.dp, p->plan));
+    fflush(stdout);
+    return FT_OK;
+}
+
+static ft_status train_on_cpu(program *p) {
+    int ranks = (int)p->set.dp, wrong;
+    ft_status status;
+    job work = job_create(p);
+    work.sampler = &p->sampler;
+    work.steps = p->set.steps;
+    work.results = p->run;
+    work.log = p->log;
+    work.text = p->text;
+    work.prompt = p->prompt;
+    work.live = isatty(STDOUT_FILENO);
+    putchar('\n');
+    status = launch(&work, FT_CPU);
+    p->line_open = work.line_open;
+    FT_TRY(status);
+    printf("\ntrained %lld steps in %.1f s, %.0f tok/s: loss %.4f at first, %.4f at last (nats)\n",
+           (long long)p->set.steps, work.seconds,
+           (double)(tokens_of_step(&p->set) * p->set.steps) / work.seconds, work.first_loss,
+           work.report.loss);
+    if (work.report.skipped > 0)
+        printf("skipped %lld updates whose gradient norm was not finite\n",
+               (long long)work.report.skipped);
+    puts("\nrun: bytes of each rank at its peak");
+    FT_TRY(print_memory(ranks, p->run));
+    wrong = planned_wrong(ranks, p->plan, p->run);
+    if (wrong == 0) puts("  equal to the plan, to the byte, on every rank");
+    else printf("  NOT as planned on %d of %d ranks: please report this\n", wrong, ranks);
+    printf("\nbytes sent by each rank in %lld steps\n", (long long)p->set.steps);
+    FT_TRY(print_traffic(ranks, p->run));
+    if (p->set.hash) printf("\nhash %016llx\n", (unsigned long long)work.hash);
+    if (p->set.sample) print_sample(&work);
+    return FT_OK;
+}
+
+static ft_status plan_on_meta(program *p) {
+    puts("\nbytes sent by each rank in a step");
+    FT_TRY(print_traffic((int)p->set.dp, p->plan));
+    if (p->set.hash || p->set.sample || p->set.log_path)
+        puts("\nmeta has no weights and takes no steps: nothing for --hash, --sample or --log");
+    return FT_OK;
+}
+
+static ft_status run_program(program *p) {
+    int meta = p->set.device == FT_META;
+    FT_TRY(open_inputs(p));
+    print_settings(p);
+    FT_TRY(make_plan(p));
+    FT_TRY(meta ? plan_on_meta(p) : train_on_cpu(p));
+    if (p->memory_json) write_memory_json(p->memory_json, (int)p->set.dp, meta ? p->plan : p->run);
+    return FT_OK;
+}
+
+/* Closes everything; an error of closing counts unless there was one before. A failed run leaves no
+   half-written memory file. */
+static ft_status close_program(program *p, ft_status status) {
+    ft_status closed = FT_OK;
+    if (status != FT_OK) {
+        /* The message must survive what closing says. */
+        if (p->line_open) putchar('\n');
+        fflush(stdout);
+        fprintf(stderr, "error: %s\n", ft_last_error());
+    }
+    if (p->log) closed = ft_io_log_close(p->log);
+    if (p->memory_json) {
+        ft_status finished = ft_io_json_finish(p->memory_json);
+        if (closed == FT_OK) closed = finished;
+        if (status != FT_OK) remove(p->set.memory_json_path);
+    }
+    if (status == FT_OK && closed != FT_OK) fprintf(stderr, "error: %s\n", ft_last_error());
+    ft_io_data_close(p->data);
+    free(p->sac);
+    free(p->text);
+    free(p->plan);
+    free(p->run);
+    return status != FT_OK ? status : closed;
+}
+
+int main(int argc, char **argv) {
+    program p;
+    memset(&p, 0, sizeof p);
+    if (!parse_options(argc, argv, &p.set)) return EXIT_USAGE;
+    if (p.set.help) {
+        print_help();
+        return EXIT_SUCCESS;
+    }
+    if (p.set.device == FT_CPU && p.set.n_data == 0) {
+        bad("--data is missing: training needs files");
+        return EXIT_USAGE;
+    }
+    return close_program(&p, run_program(&p)) == FT_OK ? EXIT_SUCCESS : EXIT_FAILURE;
+}

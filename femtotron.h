@@ -1,0 +1,7016 @@
+/* femtotron.h: tensors, a tape, recomputation and collectives for training across ranks, in C.
+
+   Do this, in ONE C or C++ file of your program:
+
+       #define FEMTOTRON_IMPLEMENTATION
+       #include "femtotron.h"
+
+   and include it without the macro wherever else you need it. Build with `cc file.c -lm -lpthread`.
+
+   WHAT IT DOES NOT DO
+     No networking and no GPU in this build: ranks are threads of one process, on the devices `cpu`
+     and `meta`. No automatic mixed precision inside an op, no convolutions, no views with strides:
+     every tensor is contiguous and row-major. No global state but one thread-local error string.
+
+   CONTENTS  (find a part by searching for its mark)
+     Declarations                               Implementation
+       >>status      errors                       >>status.impl
+       >>launch      ranks as threads             >>launch.impl
+       >>streams     order of work                >>streams.impl
+       >>memory      the accounting allocator     >>memory.impl
+       >>tensors     storage with a shape         >>tensors.impl
+       >>groups      collectives                  >>groups.impl
+       >>optable     what an op is                >>optable.impl
+       >>ops         the built-in ops             >>kernels.impl (CPU code), >>ops.impl (the rows)
+       >>tape        backward, recomputation      >>tape.impl, >>sac.impl
+
+   OPTIONS  (define before the include that has FEMTOTRON_IMPLEMENTATION)
+     FT_CBLAS      GEMMs call cblas_sgemm instead of the built-in loops. Default off. Set it where
+                   OpenBLAS or another CBLAS is installed; link it. Single-threaded BLAS is asked for,
+                   because every rank is a thread already.
+     FT_MALLOC(n), FT_FREE(p)   host memory and the CPU device's storage. Default malloc and free.
+     FT_API        linkage of public functions. Default: extern "C" where C++ is in use.
+
+   ENVIRONMENT
+     FT_CPU_ASYNC=1   every stream of a CPU rank becomes a thread of its own. Slower; it makes a
+                      missing ft_stream_wait visible, as a GPU would. Default off: work runs at once.
+     FT_DELAY_US=N    sleep up to N microseconds, at random, before every collective and every copy.
+                      For tests of the same kind. Default 0.
+
+   CONCEPTS
+     context   Everything a rank owns hangs off one ft_ctx; ending the context ends all of it. Error
+               paths therefore need no clean-up: return the status, and the launch frees the rest.
+     device    `cpu` stores and computes. `meta` runs the same program with no storage and no
+               kernels: every allocation, free and collective is counted and nothing else happens.
+               The peak of a meta run is the peak of the real run, to the byte and per tag, because
+               both are made by the same sequence of calls.
+     stream    Work is queued on a stream and runs in its order; two streams are ordered only by
+               events. The host runs ahead: a function returning FT_OK means "queued and valid".
+     tag       Each allocation says what it is for: param grad optim act gather comm workspace other.
+     tape      Ops run eagerly and leave a node behind; a tape belongs to one micro-batch.
+     segment   A stretch of a tape (one layer) in which saved tensors may be dropped and rebuilt.
+
+   OWNERSHIP, THREADS, ERRORS
+     A tensor that an op returns is a handle. ft_tensor_free() says that *the caller* will not use it
+     again; its storage goes as soon as no backward needs it. Handles recorded on a tape die with it.
+     A context belongs to one thread. Nothing here exits, prints, or changes a request silently.
+     Fallible functions return ft_status; ft_last_error() has the sentence, for the calling thread.
+
+   LETTERS  B batch, T tokens of a sequence, C hidden, H query heads, K kv heads, D head size,
+            F feed-forward, V vocabulary, R ranks of a group. [B,T,C] is row-major, C contiguous.
+
+   License: MIT, see LICENSE. */
+
+/* The implementation uses POSIX clocks and threads; -std=c11 hides them unless asked. */
+#if (defined(FEMTOTRON_IMPLEMENTATION) || defined(FEMTOTRON_CORE_IMPLEMENTATION)) && \
+    defined(__STRICT_ANSI__) && !defined(_POSIX_C_SOURCE) && !defined(_XOPEN_SOURCE) && \
+    !defined(_GNU_SOURCE)
+#define _POSIX_C_SOURCE 200809L
+#endif
+
+#ifndef FEMTOTRON_H
+#define FEMTOTRON_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+
+#ifndef FT_API
+#ifdef __cplusplus
+#define FT_API extern "C"
+#else
+#define FT_API extern
+#endif
+#endif
+
+/* ------------------------------------------------------------------------------------ >>status */
+
+typedef enum ft_status {
+    FT_OK = 0,
+    FT_ERR_ARG,         /* a value out of its range, or a NULL where something must be */
+    FT_ERR_SHAPE,       /* shapes or dtypes that do not fit together */
+    FT_ERR_STATE,       /* right call, wrong time: not gathered, freed, overwritten, no tape */
+    FT_ERR_DATA,        /* a value inside a tensor or file that cannot be: a label >= V */
+    FT_ERR_OOM,         /* memory, or the limit given at launch, is exhausted */
+    FT_ERR_IO,          /* a file or directory */
+    FT_ERR_COMM,        /* ranks disagree about a collective */
+    FT_ERR_PEER,        /* another rank failed; the message names it */
+    FT_ERR_TIMEOUT,     /* a peer did not arrive in time */
+    FT_ERR_UNSUPPORTED  /* refused: the message says why and what to do */
+} ft_status;
+
+FT_API const char *ft_status_name(ft_status status);
+/* "ok", "bad argument", ...; never NULL. */
+
+FT_API const char *ft_last_error(void);
+/* The calling thread's latest error: what, where, which rank, which sizes, what to do. "" if none.
+   Valid until the next error in this thread. */
+
+FT_API ft_status ft_error(ft_status status, const char *format, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 2, 3)))
+#endif
+    ;
+/* Sets the calling thread's error text and returns `status`: `return ft_error(FT_ERR_ARG, ...)`. */
+
+#define FT_TRY(call)                                                                               \
+    do {                                                                                           \
+        ft_status ft__try_status = (call);                                                         \
+        if (ft__try_status != FT_OK) return ft__try_status;                                        \
+    } while (0)
+
+/* ------------------------------------------------------------------------------------ >>launch */
+
+typedef struct ft_ctx ft_ctx;
+
+typedef enum ft_device { FT_CPU = 0, FT_META } ft_device;
+
+typedef enum ft_switch { FT_DEFAULT = 0, FT_ON, FT_OFF } ft_switch;
+
+typedef struct ft_config {
+    int world;            /* ranks; 0 means 1 */
+    ft_device device;     /* FT_CPU or FT_META */
+    int only_rank;        /* meta: run this rank alone; -1 (ft_config_default) runs every rank */
+    size_t memory_limit;  /* bytes of device memory per rank, accounted; 0: no limit */
+    int timeline;         /* 1: keep every allocation and free for ft_mem_timeline; 48 bytes each */
+    ft_switch async;      /* threads for streams; FT_DEFAULT asks FT_CPU_ASYNC */
+    int delay_us;         /* random delay before collectives and copies; 0 asks FT_DELAY_US */
+    double timeout_s;     /* how long a collective waits for its peers; 0 means 120 */
+    struct ft__probe *probe; /* private: NULL (ft_sac_fit's measurements) */
+} ft_config;
+
+FT_API ft_config ft_config_default(void);
+
+typedef ft_status (*ft_rank_fn)(ft_ctx *ctx, void *user);
+
+FT_API ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user);
+/* Runs fn(ctx, user) once for each rank, each in a thread of its own, and returns when all ended.
+   The status and message of the rank that failed first become the caller's. A rank that fails wakes
+   its peers, whose pending and later collectives return FT_ERR_PEER naming it.
+   Streams are drained and all that a context owns is freed before the return. */
+
+FT_API int ft_rank(const ft_ctx *ctx);
+FT_API int ft_world(const ft_ctx *ctx);
+FT_API ft_device ft_ctx_device(const ft_ctx *ctx);
+
+FT_API void *ft_host_alloc(ft_ctx *ctx, size_t bytes);
+/* Zeroed host memory owned by the context; NULL with an error set when there is none. */
+FT_API void ft_host_free(ft_ctx *ctx, void *memory);
+/* Gives it back before the context ends. NULL is allowed. */
+
+/* ----------------------------------------------------------------------------------- >>streams */
+
+typedef struct ft_stream ft_stream;
+
+typedef enum ft_stream_kind {
+    FT_STREAM_COMPUTE = 0, /* every op */
+    FT_STREAM_GATHER,      /* parameters on their way in */
+    FT_STREAM_REDUCE,      /* gradients on their way out */
+    FT_STREAM_COUNT
+} ft_stream_kind;
+
+typedef struct ft_event { /* a point in a stream's order; a plain value, nothing to free */
+    ft_stream *stream;
+    uint64_t sequence;
+} ft_event;
+
+FT_API ft_stream *ft_stream_get(ft_ctx *ctx, ft_stream_kind kind);
+FT_API ft_event ft_event_record(ft_stream *stream);
+/* The point after all work queued so far. */
+FT_API ft_status ft_stream_wait(ft_stream *stream, ft_event event);
+/* Work queued on `stream` from now on starts after `event`. Never blocks the host. An event of the
+   same stream, or a zeroed one, is a no-op. */
+FT_API ft_status ft_stream_sync(ft_stream *stream);
+/* Blocks the host until the stream is empty; returns the first error of its work. */
+FT_API ft_status ft_sync(ft_ctx *ctx);
+/* The same for all streams of the rank. */
+
+typedef ft_status (*ft_task_fn)(void *arg);
+FT_API ft_status ft_stream_run(ft_stream *stream, ft_task_fn fn, const void *arg, size_t arg_bytes);
+/* Queues fn on a copy of arg. Not called on meta. An error it returns sticks to the stream. */
+
+/* ------------------------------------------------------------------------------------ >>memory */
+
+typedef enum ft_tag {
+    FT_TAG_PARAM = 0, FT_TAG_GRAD, FT_TAG_OPTIM, FT_TAG_ACT, FT_TAG_GATHER, FT_TAG_COMM,
+    FT_TAG_WORKSPACE, FT_TAG_OTHER, FT_TAG_COUNT
+} ft_tag;
+
+FT_API const char *ft_tag_name(ft_tag tag);
+
+#define FT_ALIGN_BYTES 256 /* every allocation counts, and is placed, in multiples of this */
+
+FT_API size_t ft_accounted_bytes(size_t bytes);
+/* `bytes` rounded up to FT_ALIGN_BYTES: what an allocation of `bytes` adds to its tag. */
+
+typedef struct ft_mem_stats {
+    size_t live_bytes, peak_bytes;
+    size_t live[FT_TAG_COUNT];     /* by tag, now */
+    size_t at_peak[FT_TAG_COUNT];  /* by tag, at the moment of peak_bytes: they add up to it */
+    size_t highest[FT_TAG_COUNT];  /* each tag's own highest, at whatever moment */
+    int64_t peak_moment;           /* index of the allocation that made the peak */
+    char peak_where[96];           /* what ran then: "backward swiglu in layer.3" */
+} ft_mem_stats;
+
+FT_API void ft_mem_get(const ft_ctx *ctx, ft_mem_stats *stats);
+FT_API void ft_mem_reset_peak(ft_ctx *ctx);
+/* The peak becomes what is live now. */
+
+typedef struct ft_mem_event {
+    int64_t delta_bytes;    /* accounted: + an allocation, - a free */
+    size_t live_bytes;      /* of the rank, after it */
+    size_t request_bytes;   /* as asked for, before rounding */
+    ft_tag tag;
+    int segment;            /* ordinal of the open segment, -1 outside */
+    const char *op;         /* the op, verb or unit at work; a static or context-owned string */
+    const char *phase;      /* "forward", "backward", "replay", "" */
+} ft_mem_event;
+
+FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events);
+/* The events kept since launch (config.timeline); their number is returned, 0 when off. */
+
+/* ----------------------------------------------------------------------------------- >>tensors */
+
+typedef enum ft_dtype { FT_F32 = 0, FT_BF16, FT_I32, FT_DTYPE_COUNT } ft_dtype;
+
+FT_API size_t ft_dtype_bytes(ft_dtype dtype);
+FT_API const char *ft_dtype_name(ft_dtype dtype);
+FT_API uint16_t ft_bf16_from_f32(float value);
+/* Round to nearest, ties to even; NaN stays NaN. */
+FT_API float ft_f32_from_bf16(uint16_t bits);
+
+#define FT_MAX_DIMS 6
+
+typedef struct ft_storage ft_storage;
+typedef struct ft_tensor ft_tensor;
+typedef struct ft_tape ft_tape;
+
+/* Where the gradient of a parameter goes. `get` gives the buffer for the parameter's gradient, and
+   *accumulate = 0 if this is the first contribution (the buffer may hold anything). */
+typedef struct ft_grad_sink {
+    ft_status (*get)(void *user, ft_tensor *param, ft_tensor **grad, int *accumulate);
+    void *user;
+} ft_grad_sink;
+
+struct ft_tensor {
+    /* To read. */
+    ft_dtype dtype;
+    int ndim;
+    int64_t shape[FT_MAX_DIMS];
+    int requires_grad;
+    const char *name;          /* may be NULL; of parameters it appears in messages */
+    /* To set, on a tensor of one's own, before it is used in an op. */
+    ft_grad_sink sink;         /* sink.get == NULL: the gradient collects in ->grad */
+    ft_tensor *grad;           /* after backward, for tensors with requires_grad and no producer */
+    /* Private. */
+    ft_ctx *ctx;
+    ft_storage *storage;       /* NULL while dropped, freed, or not gathered */
+    ft_tensor *base;           /* a view's tensor, NULL otherwise */
+    int64_t offset_elems;      /* of a view in its base */
+    ft_tape *tape;             /* that recorded it, NULL for a tensor of one's own */
+    int producer;              /* node on the tape, -1 for a leaf */
+    int out_index;             /* which output of that node */
+    int held;                  /* the caller's handle is alive */
+    int keep;                  /* 0: dropped when not held, rebuilt on demand */
+    int consumed;              /* an in-place op took its storage */
+    int need;                  /* backwards and replays to come that read it */
+    int uses;                  /* nodes that refer to it, for a tensor of one's own */
+    int in_segment;            /* made in the open segment */
+    uint64_t version;          /* how often it was written from outside the tape */
+    ft_tensor *prev, *next;    /* the context's list */
+};
+
+FT_API int64_t ft_numel(const ft_tensor *tensor);
+FT_API size_t ft_bytes(const ft_tensor *tensor);
+
+FT_API ft_status ft_tensor_create(ft_ctx *ctx, ft_tensor **out, ft_dtype dtype, int ndim,
+                                  const int64_t *shape, ft_tag tag);
+/* A tensor of one's own, storage uninitialised. Dimensions must be positive. Freed by
+   ft_tensor_free or with the context. */
+FT_API ft_status ft_tensor_empty(ft_ctx *ctx, ft_tensor **out, ft_dtype dtype, int ndim,
+                                 const int64_t *shape);
+/* The same without storage: for bases whose storage comes and goes (ft_tensor_attach). */
+FT_API ft_status ft_tensor_view(ft_tensor *base, ft_tensor **out, int64_t offset_elems, int ndim,
+                                const int64_t *shape);
+/* A contiguous part of base under a shape of its own. No memory. It has storage whenever base has;
+   base must outlive it. */
+FT_API ft_status ft_tensor_bind(ft_tensor *tensor, ft_tensor *base, int64_t offset_elems);
+/* Makes a tensor that has no storage a view of base: for handles given out before the base is made. */
+FT_API ft_status ft_tensor_attach(ft_tensor *tensor, ft_tag tag, ft_stream *home);
+/* Allocates storage for a tensor that has none, to be used first on stream `home`. */
+FT_API ft_status ft_tensor_detach(ft_tensor *tensor, ft_stream *last);
+/* Frees the storage and keeps the tensor. Memory goes back after the work now queued on `last`. */
+FT_API int ft_tensor_present(const ft_tensor *tensor);
+/* 1 if it has storage now (on meta too). */
+FT_API int ft_tensor_need(const ft_tensor *tensor);
+/* How many backwards and replays that are still to come will read it, or, of a base, its views. */
+FT_API void ft_tensor_free(ft_tensor *tensor);
+/* The caller will not use this handle again. NULL is allowed. */
+FT_API void *ft_data(const ft_tensor *tensor);
+/* Address of element 0 in device memory; NULL on meta or when not present. Synchronise first. */
+
+FT_API ft_status ft_upload(ft_tensor *tensor, const void *host);
+/* Copies ft_bytes(tensor) from host memory, on the compute stream; `host` may be reused at once. */
+FT_API ft_status ft_download(const ft_tensor *tensor, void *host);
+/* Synchronises the compute stream, then copies to host memory. Zeros on meta. */
+FT_API ft_status ft_fill(ft_tensor *tensor, double value, ft_stream *stream);
+FT_API ft_status ft_copy(ft_tensor *to, const ft_tensor *from, ft_stream *stream);
+/* Same number of elements; converts between fp32 and bf16. */
+FT_API ft_status ft_accumulate(ft_tensor *to, const ft_tensor *from, ft_stream *stream);
+/* to += from; same number of elements and dtype; bf16 is added in fp32 and rounded once. */
+
+/* ------------------------------------------------------------------------------------ >>groups */
+
+typedef struct ft_group ft_group;
+
+typedef enum ft_collective {
+    FT_ALL_GATHER = 0, FT_REDUCE_SCATTER, FT_ALL_REDUCE, FT_BROADCAST, FT_SEND, FT_BARRIER,
+    FT_COLLECTIVE_COUNT
+} ft_collective;
+
+FT_API const char *ft_collective_name(ft_collective kind);
+
+FT_API ft_status ft_group_create(ft_ctx *ctx, const char *name, int n, const int *ranks,
+                                 ft_group **out);
+/* A communicator of `n` ranks (of the world, ascending, this rank among them). Every member calls it
+   with the same name and ranks. Two groups over the same ranks are independent: give traffic on
+   different streams groups of its own. Owned by the context. */
+FT_API int ft_group_size(const ft_group *group);
+FT_API int ft_group_rank(const ft_group *group);
+FT_API const char *ft_group_name(const ft_group *group);
+
+typedef enum ft_axis { FT_AXIS_DP = 0, FT_AXIS_TP, FT_AXIS_PP, FT_AXIS_COUNT } ft_axis;
+
+typedef struct ft_mesh { /* rank = (pp * n_dp + dp) * n_tp + tp: tp neighbours are adjacent */
+    int size[FT_AXIS_COUNT];
+    int coord[FT_AXIS_COUNT];
+} ft_mesh;
+
+FT_API ft_status ft_mesh_create(ft_ctx *ctx, int dp, int tp, int pp, ft_mesh *mesh);
+/* Fails unless dp * tp * pp is the world. */
+FT_API ft_status ft_mesh_group(ft_ctx *ctx, const ft_mesh *mesh, ft_axis axis, const char *name,
+                               ft_group **out);
+/* The ranks that differ from this one in `axis` only. */
+
+/* Collectives. All run on `stream`, in the stream's order; all members must queue the same sequence
+   with the same sizes and dtypes: otherwise every member gets FT_ERR_COMM naming ranks and sizes. A
+   collective is over on a stream only when the peers have read this rank's buffers. Sums add in
+   rank order in fp32 and round once to the dtype. `sent` = bytes this rank puts on the wire, with
+   N = bytes of the whole tensor; it is counted per group and kind. */
+FT_API ft_status ft_all_gather(ft_group *group, ft_stream *stream, const ft_tensor *shard,
+                               ft_tensor *full);
+/* full[R * n] = the members' shard[n] in group order. In place if shard is a view of full at this
+   rank's offset. Sent: N (R-1)/R. */
+FT_API ft_status ft_reduce_scatter(ft_group *group, ft_stream *stream, const ft_tensor *full,
+                                   ft_tensor *shard);
+/* shard[n] = this rank's n of the sum of the members' full[R * n]. In place likewise; the rest of
+   full keeps its values. Sent: N (R-1)/R. */
+FT_API ft_status ft_all_reduce(ft_group *group, ft_stream *stream, ft_tensor *tensor);
+/* In place; a reduce-scatter and an all-gather. Sent: 2 N (R-1)/R. */
+FT_API ft_status ft_broadcast(ft_group *group, ft_stream *stream, ft_tensor *tensor, int root);
+/* In place. Sent: N (R-1) by the root (group rank), 0 by others. */
+FT_API ft_status ft_barrier(ft_group *group, ft_stream *stream);
+
+typedef struct ft_p2p {
+    int peer;            /* rank in the group */
+    int is_send;
+    ft_tensor *tensor;
+} ft_p2p;
+
+FT_API ft_status ft_exchange(ft_group *group, ft_stream *stream, int n, const ft_p2p *ops);
+/* Sends and receives as one: none waits for another, so that no order of ops deadlocks. Between two
+   ranks messages match in order. Sent: N per send. */
+
+FT_API ft_status ft_agree(ft_group *group, const char *what, uint64_t value);
+/* Host-side check: FT_ERR_COMM on every member, naming ranks and values, unless all pass the same
+   value. Synchronises the host. Always FT_OK on meta. */
+
+typedef struct ft_traffic {
+    const char *group;
+    int64_t calls[FT_COLLECTIVE_COUNT];
+    int64_t sent_bytes[FT_COLLECTIVE_COUNT];
+} ft_traffic;
+
+FT_API int ft_traffic_get(const ft_ctx *ctx, int max, ft_traffic *out);
+/* Fills up to `max` rows, one for each group of this rank, and returns how many groups there are. */
+
+/* ----------------------------------------------------------------------------------- >>optable */
+
+#define FT_OP_MAX_IN 8
+#define FT_OP_MAX_OUT 4
+#define FT_IN(i) (1u << (i))         /* in masks: input i */
+#define FT_OUT(i) (1u << (16 + (i))) /* in masks: output i */
+
+typedef struct ft_attr { /* an op's constants; what each means is the op's affair */
+    int64_t i[6];
+    double f[4];
+    const void *user; /* must outlive the tape */
+} ft_attr;
+
+typedef struct ft_view { /* a tensor as a kernel sees it */
+    int present;         /* 0: not given, or not asked for */
+    ft_dtype dtype;
+    int ndim;
+    int64_t shape[FT_MAX_DIMS];
+    void *data;
+} ft_view;
+
+typedef struct ft_op ft_op;
+
+typedef struct ft_op_call {
+    const ft_op *op;
+    ft_attr attr;
+    int backward;          /* 0 forward or replay, 1 backward */
+    int deferred;          /* backward of an FT_OP_DEFERRED op whose forward has not run */
+    ft_view in[FT_OP_MAX_IN], out[FT_OP_MAX_OUT];
+    ft_view dout[FT_OP_MAX_OUT];  /* backward: gradients of the outputs; absent means zero */
+    ft_view din[FT_OP_MAX_IN];    /* backward: gradients wanted; absent ones are not to be computed */
+    int accumulate[FT_OP_MAX_IN]; /* 1: din[i] += contribution, 0: din[i] = contribution */
+    size_t scratch_bytes, workspace_bytes;
+    void *scratch, *workspace;    /* uninitialised, as many bytes as the row's `scratch` asked for */
+} ft_op_call;
+
+enum { /* ft_op.flags */
+    FT_OP_INPLACE = 1,         /* output 0 takes over the storage of input 0, which is then gone */
+    FT_OP_DEFERRED = 2,        /* on a tape forward waits until the output is read, or until backward,
+                                  which then computes both in one pass */
+    FT_OP_GRAD_OVER_IN = 4,    /* din[0] may be written over in[0] */
+    FT_OP_GRAD_OVER_DOUT = 8,  /* din[0] may be written over dout[0] */
+    FT_OP_GRAD_SAME_01 = 16,   /* the gradient of input 1 equals that of input 0: one buffer */
+    FT_OP_GRAD_PASS = 32       /* the gradient of each input is dout[0] itself: no kernel */
+};
+
+struct ft_op {
+    const char *name;
+    int n_in, n_out;
+    unsigned optional;              /* FT_IN mask: inputs that may be NULL */
+    unsigned grads;                 /* FT_IN mask: inputs that can receive a gradient */
+    unsigned accumulates;           /* FT_IN mask: inputs for which backward obeys accumulate[i];
+                                       for the others the tape adds through a temporary */
+    unsigned saves[FT_OP_MAX_IN];   /* saves[i]: FT_IN | FT_OUT mask of what din[i]'s kernel reads */
+    unsigned cheap;                 /* FT_OUT mask: outputs that SAC `selective` drops */
+    unsigned replay_from;           /* FT_IN | FT_OUT mask: `replay` reads only these, and rebuilds
+                                       the outputs outside the mask */
+    unsigned flags;
+    /* Checks in[] and attr; sets dtype, ndim, shape of every out[] (present = 0: no such output in
+       this call). Errors name the op and the shapes. Runs on the host, before any allocation. */
+    ft_status (*infer)(ft_op_call *call);
+    /* Floating-point operations and bytes moved by forward (also those of a replay). */
+    void (*cost)(const ft_op_call *call, double *flops, double *bytes);
+    /* Scratch of a phase: call->backward says which; sets scratch_bytes (tag act: part of the
+       algorithm) and workspace_bytes (tag workspace: the backend's). NULL: none. */
+    void (*scratch)(ft_op_call *call);
+    /* Kernels. They see memory only through the call and run on the stream. */
+    ft_status (*forward)(const ft_op_call *call);
+    ft_status (*backward)(const ft_op_call *call);
+    ft_status (*replay)(const ft_op_call *call);
+    /* Composite ops: called on the host instead of the kernels, on meta too. They queue work
+       themselves (collectives, ft_op_run) on tensors in[], out[], dout[], din[]. */
+    ft_status (*forward_host)(ft_ctx *ctx, const ft_op_call *call, ft_tensor **in, ft_tensor **out);
+    ft_status (*backward_host)(ft_ctx *ctx, const ft_op_call *call, ft_tensor **in, ft_tensor **out,
+                               ft_tensor **dout, ft_tensor **din);
+};
+
+FT_API ft_op ft_op_default(void);
+/* All zero, to be filled in. */
+FT_API ft_status ft_op_register(ft_ctx *ctx, const ft_op *row);
+/* Checks the row (masks within n_in and n_out, kernels present where grads ask for them) and admits
+   it to this context. The row must outlive the context. Registering it again is fine. */
+FT_API ft_status ft_apply(ft_ctx *ctx, const ft_op *row, ft_tensor *const *in, const ft_attr *attr,
+                          ft_tensor **out);
+/* Runs an op forward and records it on the current tape, if there is one and an input requires a
+   gradient. in[n_in] (NULL for absent optional ones), out[n_out] is filled. attr may be NULL. */
+FT_API ft_status ft_op_run(ft_stream *stream, const ft_op *row, ft_tensor *const *in,
+                           ft_tensor *const *out, const ft_attr *attr);
+/* Runs an op's forward kernel into tensors that exist, on any stream, unrecorded. Optimizers and
+   other in-place updates are ops of this kind: an output may be one of the inputs. */
+
+/* --------------------------------------------------------------------------------------- >>ops */
+
+/* Every op: inputs are fp32 or all bf16 (computed in fp32), indices are int32, statistics fp32.
+   Outputs are new tensors unless "in place" is said. [...] stands for any leading dimensions,
+   N for their product. "Saved" is what a tape keeps for backward. */
+
+FT_API ft_status ft_embedding(ft_ctx *ctx, ft_tensor **y, ft_tensor *tokens, ft_tensor *table);
+/* y[...,C] = table[tokens[...], :], table [V,C]. Saved: tokens. A token outside 0..V-1: FT_ERR_DATA
+   naming its position. Gradient rows are summed in token order. */
+
+FT_API ft_status ft_rmsnorm(ft_ctx *ctx, ft_tensor **y, ft_tensor *x, ft_tensor *w, double eps);
+/* y[...,C] = x / sqrt(mean(x^2) + eps) * w[C] (Zhang and Sennrich 2019, eq. 4). Saved: x. */
+
+FT_API ft_status ft_add_rmsnorm(ft_ctx *ctx, ft_tensor **sum, ft_tensor **y, ft_tensor *x,
+                                ft_tensor *delta, ft_tensor *w, double eps);
+/* sum = x + delta; y = rmsnorm(sum). Saved: sum. Replays y from sum alone. The gradients of x and
+   delta are one buffer. */
+
+FT_API ft_status ft_linear(ft_ctx *ctx, ft_tensor **y, ft_tensor *x, ft_tensor *w, ft_tensor *b);
+/* y[...,O] = x[...,I] w[O,I]^T + b[O]; b may be NULL. 2 N O I flops. Saved: x if w has a gradient,
+   w if x has one. */
+
+typedef struct ft_rope_scaling { /* llama3 frequency scaling; factor 0 or 1: none */
+    double factor, low_freq_factor, high_freq_factor;
+    int64_t original_context;
+} ft_rope_scaling;
+
+FT_API ft_status ft_rope_table(ft_ctx *ctx, ft_tensor **table, int64_t T, int64_t D, double theta,
+                               const ft_rope_scaling *scaling);
+/* fp32 [T, D/2, 2] of (cos, sin)(t * f_i), f_i = theta^(-2i/D) (Su et al. 2021, eq. 15), scaled as
+   Llama 3 does where asked. Tag other; a tensor of one's own. */
+
+FT_API ft_status ft_rope(ft_ctx *ctx, ft_tensor **y, ft_tensor *qkv, ft_tensor *table, int64_t H,
+                         int64_t K, int64_t D);
+/* Rotates the H query and K key heads of packed qkv[B,T,(H+2K)*D], position = index in T; pairs are
+   (i, i + D/2), the Hugging Face layout. In place: qkv is gone. Saved: nothing. */
+
+FT_API ft_status ft_head_norm(ft_ctx *ctx, ft_tensor **y, ft_tensor *qkv, ft_tensor *wq,
+                              ft_tensor *wk, int64_t H, int64_t K, int64_t D, double eps);
+/* RMSNorm over D of each query head (wq[D]) and key head (wk[D]) of packed qkv; values pass.
+   Saved: qkv. */
+
+FT_API ft_status ft_attention(ft_ctx *ctx, ft_tensor **o, ft_tensor *qkv, int64_t H, int64_t K,
+                              int64_t D);
+/* Causal softmax(q k^T / sqrt(D)) v with grouped kv heads (query head h reads kv head h / (H/K)):
+   o[B,T,H*D] from packed qkv[B,T,(H+2K)*D]. Streaming softmax (Milakov and Gimelshein 2018; Dao
+   2023, alg. 1): no T x T matrix exists. Saved: qkv, o and the row log-sum-exp fp32 [B,H,T].
+   Flops: 2 B H T^2 D forward (half of the square), 2.5 times that backward. */
+
+FT_API ft_status ft_swiglu(ft_ctx *ctx, ft_tensor **y, ft_tensor *gu);
+/* y[...,F] = silu(gate) * up, packed gu[...,2F] = (gate, up) (Shazeer 2020, eq. 6). Saved: gu, over
+   which backward writes the gradient. */
+
+FT_API ft_status ft_linear_cross_entropy(ft_ctx *ctx, ft_tensor **loss, ft_tensor *x, ft_tensor *w,
+                                         ft_tensor *labels, ft_tensor *scale, int64_t chunk_tokens);
+/* loss fp32 [1] = scale * sum over tokens with label != -100 of -log softmax(x w^T)[label].
+   x [...,C], w [V,C], labels int32 [...], scale fp32 [1] (no gradient) or NULL: 1 / (number of
+   counted labels), 0 if none. Logits exist for chunk_tokens tokens at a time (0: 2048), in x's
+   dtype: chunk * V elements of act. On a tape the forward is deferred to backward, which makes
+   loss, dx and dw from one pass: 6 N V C flops, none recomputed; dx is written over x where no one
+   else reads it. If the loss is read or used before, backward recomputes the logits. More than one
+   chunk and a bf16 dw need an fp32 [V,C] accumulator (workspace).
+   A label outside 0..V-1 and not -100: FT_ERR_DATA naming its position. */
+
+FT_API ft_status ft_add(ft_ctx *ctx, ft_tensor **y, ft_tensor *a, ft_tensor *b);
+/* y = a + b; b's shape is a's or a trailing part of it (then its gradient is summed). */
+FT_API ft_status ft_add_inplace(ft_ctx *ctx, ft_tensor **y, ft_tensor *a, ft_tensor *b);
+/* The same, same shapes only, written over a: a is gone. */
+FT_API ft_status ft_mul(ft_ctx *ctx, ft_tensor **y, ft_tensor *a, ft_tensor *b);
+/* y = a * b, shapes as ft_add. Saved: both. */
+FT_API ft_status ft_scale(ft_ctx *ctx, ft_tensor **y, ft_tensor *x, double factor);
+FT_API ft_status ft_gelu(ft_ctx *ctx, ft_tensor **y, ft_tensor *x);
+/* x Phi(x), exact (Hendrycks and Gimpel 2016). Saved: x. */
+FT_API ft_status ft_silu(ft_ctx *ctx, ft_tensor **y, ft_tensor *x);
+/* x sigmoid(x). Saved: x. */
+FT_API ft_status ft_softmax(ft_ctx *ctx, ft_tensor **y, ft_tensor *x);
+/* Over the last dimension. Saved: y. */
+FT_API ft_status ft_layer_norm(ft_ctx *ctx, ft_tensor **y, ft_tensor *x, ft_tensor *w, ft_tensor *b,
+                               double eps);
+/* (x - mean) / sqrt(var + eps) * w[C] + b[C] over the last dimension (Ba et al. 2016). Saved: x. */
+FT_API ft_status ft_mean(ft_ctx *ctx, ft_tensor **y, ft_tensor *x);
+/* fp32 [1]: the mean over all elements. */
+
+/* -------------------------------------------------------------------------------------- >>tape */
+
+FT_API ft_status ft_tape_create(ft_ctx *ctx, ft_tape **out);
+FT_API void ft_tape_free(ft_tape *tape);
+FT_API ft_status ft_tape_begin(ft_tape *tape);
+/* Ops of this context record here from now on. One tape records at a time; several may be alive. */
+FT_API ft_status ft_tape_end(ft_tape *tape);
+FT_API ft_status ft_backward(ft_tape *tape, ft_tensor *root, ft_tensor *droot);
+/* Gradients of root ([1] if droot is NULL, which then means 1; otherwise droot has root's shape) with
+   respect to all that requires one. Walks the nodes once, last to first: rebuilds what was dropped,
+   runs the kernel, frees each saved tensor and each gradient after its last use. Leaves collect in
+   ->grad, parameters with a sink in the sink's buffer. droot is consumed. The tape must have ended,
+   and is empty afterwards: its tensors are gone, but root, which becomes a tensor of one's own.
+   FT_ERR_STATE if a saved tensor was written since it was read. */
+FT_API ft_status ft_tape_reset(ft_tape *tape);
+/* Drops what was recorded, without a backward. */
+
+typedef ft_status (*ft_mark_fn)(ft_ctx *ctx, void *user);
+FT_API ft_status ft_tape_mark(ft_ctx *ctx, ft_mark_fn fn, void *user);
+/* Backward calls fn(ctx, user) when it passes this point, coming from later ops. No-op without a
+   current tape. */
+FT_API ft_tape *ft_tape_current(const ft_ctx *ctx);
+
+/* Recomputation (SAC). Within a segment the policy says for each tensor that is produced: keep, or
+   drop and rebuild on demand by replaying its op, bitwise as the forward did.
+     none       keep everything that backward reads
+     selective  drop what is cheap to rebuild (norm outputs, the SwiGLU product): rows' `cheap`
+     full       drop everything; the segment's inputs remain
+     mask       drop the tensors whose bit is set: bit k is the k-th output recorded in the segment
+   Costs for a Llama layer, bytes a token of bf16 activations kept: none 8C + 4(H+K)D + 6F,
+   selective 4C + 4(H+K)D + 4F, full 2C; plus 4H for the log-sum-exp but under full. */
+typedef enum ft_sac_kind {
+    FT_SAC_NONE = 0, FT_SAC_SELECTIVE, FT_SAC_FULL, FT_SAC_MASK
+} ft_sac_kind;
+
+typedef struct ft_sac {
+    ft_sac_kind kind;
+    uint64_t mask; /* FT_SAC_MASK: at most 64 tensors a segment are droppable */
+} ft_sac;
+
+FT_API ft_status ft_segment_begin(ft_ctx *ctx, const char *name, ft_sac sac);
+/* Segments do not nest. `name` must outlive the tape. Without a current tape only the freeing of
+   ft_segment_end is done. */
+FT_API ft_status ft_segment_end(ft_ctx *ctx, int n, ft_tensor *const *results);
+/* Frees the handles of all tensors made in the segment but `results`, which are always kept. */
+
+/* Budget: the policy per segment that fits a number of bytes at the least recomputation.
+   `step` is the program: it is launched on meta with the policies to try, and must call
+   ft_segment_begin with sac[ordinal of the segment]. */
+typedef struct ft_sac_budget {
+    int segments;           /* of one micro-batch */
+    size_t budget_bytes;    /* for the fullest rank's peak_bytes */
+    ft_config config;       /* device is set to FT_META */
+    ft_rank_fn step;        /* one whole training step */
+    void *user;
+    ft_sac *sac;            /* [segments]: read by step, holds the answer at the end */
+    /* Results. */
+    size_t peak_bytes;      /* planned, with the answer */
+    double recompute_flops; /* a step and rank, with the answer */
+    int runs;               /* meta runs it took */
+} ft_sac_budget;
+
+FT_API ft_status ft_sac_fit(ft_sac_budget *budget);
+/* FT_ERR_OOM, naming the least that any policy needs, when nothing fits. */
+
+typedef struct ft_flops {
+    double forward, backward, replay; /* since launch; backward counted as twice the forward */
+    double replay_bytes;
+} ft_flops;
+
+FT_API void ft_flops_get(const ft_ctx *ctx, ft_flops *flops);
+
+#endif /* FEMTOTRON_H */
+
+#if defined(FEMTOTRON_IMPLEMENTATION) || defined(FEMTOTRON_CORE_IMPLEMENTATION)
+#ifndef FEMTOTRON_IMPLEMENTATION_DONE
+#define FEMTOTRON_IMPLEMENTATION_DONE
+
+#include <errno.h>
+#include <math.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#ifndef CLOCK_MONOTONIC
+#error "femtotron.h needs POSIX clocks: include it before any system header, or compile with \
+-std=gnu11 or -D_POSIX_C_SOURCE=200809L"
+#endif
+
+/* Timed waits follow a clock that nobody sets back; macOS cannot choose one for conditions. */
+#if defined(__APPLE__)
+#define FT__CLOCK CLOCK_REALTIME
+#else
+#define FT__CLOCK CLOCK_MONOTONIC
+#endif
+
+#ifndef FT_MALLOC
+#define FT_MALLOC(n) malloc(n)
+#define FT_FREE(p) free(p)
+#endif
+
+#if defined(__cplusplus)
+#define FT__THREAD thread_local
+#elif defined(__GNUC__)
+#define FT__THREAD __thread
+#else
+#define FT__THREAD _Thread_local
+#endif
+
+enum { FT__TEXT_BYTES = 1024 }; /* longest error text, with its zero */
+
+typedef struct ft__task ft__task;
+
+struct ft_stream {
+    ft_ctx *ctx;
+    ft_stream_kind kind;
+    int ready;                /* lock and changed exist */
+    int threaded;             /* its thread exists; host only */
+    pthread_t thread;
+    pthread_mutex_t lock;     /* everything below */
+    pthread_cond_t changed;
+    ft__task *head, *tail;    /* queued, oldest first */
+    uint64_t queued;          /* tasks so far; an event is a value of this counter */
+    uint64_t completed;
+    int stop;                 /* the thread ends once the queue is empty; later work runs at once */
+    ft_status failed;         /* first error of its work: sticks */
+    char text[FT__TEXT_BYTES];
+};
+
+typedef struct ft__world ft__world;            /* launch.impl: what the ranks of one launch share */
+typedef struct ft__memory ft__memory;          /* memory.impl: the allocator's books */
+typedef struct ft__host_block ft__host_block;  /* launch.impl: ft_host_alloc's list */
+
+struct ft_ctx {
+    int rank;
+    ft_device device;
+    ft_config config;        /* with defaults filled in: timeout_s, delay_us, async resolved */
+    ft__world *world;
+    ft_stream streams[FT_STREAM_COUNT];
+    ft_group *groups;        /* list of this rank's handles */
+    ft__host_block *host;
+    ft__memory *memory;      /* created by ft__memory_begin(ctx), ended by ft__memory_end(ctx) */
+    ft_tensor *tensors;
+    ft_storage *storages;
+    ft_tape *tapes, *tape;   /* all; the recording one */
+    const ft_op **ops;       /* registered rows */
+    int n_ops;
+    const char *where_op, *where_phase; /* for messages and the timeline */
+    const char *where_segment_name;
+    int where_segment;
+    int segment_open;
+    ft_flops flops;
+    uint64_t random;         /* state of ft__delay; under the world's lock */
+    struct ft__probe_rank *probe; /* NULL unless ft_sac_fit measures */
+};
+
+/* Parts that call each other across the order of this file. */
+static ft_status ft__stream_run_always(ft_stream *s, ft_task_fn fn, const void *arg, size_t bytes);
+static void ft__delay(ft_ctx *ctx);
+static int ft__async(const ft_ctx *ctx);
+static ft_status ft__memory_begin(ft_ctx *ctx);
+static void ft__memory_end(ft_ctx *ctx);
+static ft_status ft__deferred_run(ft_tensor *t);
+static ft_status ft__rebuild(ft_tensor *t);
+static void ft__settle(ft_tensor *t);
+static void ft__probe_attach(ft_ctx *ctx);
+static void ft__probe_finish(ft_ctx *ctx);
+static void ft__probe_live(ft_ctx *ctx);
+static void ft__probe_begin(ft_ctx *ctx);
+static void ft__probe_end(ft_ctx *ctx, const ft_tape *tape);
+static void ft__probe_replay(ft_ctx *ctx, int segment, double flops);
+static void ft__probe_backward(ft_ctx *ctx, int from, int to);
+static void ft__blas_begin(void);
+
+/* ------------------------------------------------------------------------------- >>status.impl */
+
+static FT__THREAD char ft__error_text[FT__TEXT_BYTES];
+
+const char *ft_status_name(ft_status status)
+{
+    switch (status)
+{
+    case FT_OK: return "ok";
+    case FT_ERR_ARG: return "bad argument";
+    case FT_ERR_SHAPE: return "shapes do not fit";
+    case FT_ERR_STATE: return "wrong state";
+    case FT_ERR_DATA: return "bad data";
+    case FT_ERR_OOM: return "out of memory";
+    case FT_ERR_IO: return "input or output failed";
+    case FT_ERR_COMM: return "ranks disagree";
+    case FT_ERR_PEER: return "another rank failed";
+    case FT_ERR_TIMEOUT: return "timed out";
+    case FT_ERR_UNSUPPORTED: return "unsupported";
+    }
+    return "unknown status";
+}
+
+const char *ft_last_error(void) { return ft__error_text; }
+
+/* The text goes through a buffer of its own, because ft_last_error() may be among the arguments. */
+ft_status ft_error(ft_status status, const char *format, ...)
+{
+    char text[FT__TEXT_BYTES];
+    va_list args;
+    va_start(args, format);
+    if (vsnprintf(text, sizeof text, format, args) < 0) text[0] = 0;
+    va_end(args);
+    memcpy(ft__error_text, text, strlen(text) + 1);
+    return status;
+}
+
+static void ft__append(char *text, const char *format, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 2, 3)))
+#endif
+    ;
+
+/* Adds to a text of FT__TEXT_BYTES; what does not fit is cut off. */
+static void ft__append(char *text, const char *format, ...)
+{
+    size_t used = strlen(text);
+    va_list args;
+    va_start(args, format);
+    if (vsnprintf(text + used, FT__TEXT_BYTES - used, format, args) < 0) text[used] = 0;
+    va_end(args);
+}
+
+/* ------------------------------------------------------------------------------- >>launch.impl */
+
+typedef struct ft__comm ft__comm;
+
+/* One lock guards what ranks share: it is held for bookkeeping only, never while data moves. Each
+   ft__comm has a condition of its own under it. */
+struct ft__world {
+    ft_config config;
+    ft_rank_fn fn;
+    void *user;
+    pthread_mutex_t lock;
+    int next;                 /* meta: the next rank to run */
+    unsigned char *ended;     /* [world]: streams drained, so it joins no further collective */
+    ft__comm *comms;
+    int aborted;              /* never goes back to 0 */
+    int failed_rank;
+    ft_status failed_status;
+    char failed_text[FT__TEXT_BYTES];
+};
+
+/* On meta ranks need no rendezvous, so a few threads take turns: 4096 threads buy nothing. */
+enum { FT__META_WORKERS = 8, FT__MAX_WORLD = 4096, FT__STACK_BYTES = 1 << 20 };
+
+static void ft__comms_wake(ft__world *world);
+static void ft__comms_free(ft__world *world);
+static void ft__groups_free(ft_ctx *ctx);
+static ft_status ft__stream_begin(ft_ctx *ctx, ft_stream_kind kind);
+static void ft__stream_end(ft_stream *s);
+
+ft_config ft_config_default(void)
+{
+    ft_config config;
+    memset(&config, 0, sizeof config);
+    config.world = 1;
+    config.only_rank = -1;
+    return config;
+}
+
+int ft_rank(const ft_ctx *ctx) { return ctx->rank; }
+int ft_world(const ft_ctx *ctx) { return ctx->config.world; }
+ft_device ft_ctx_device(const ft_ctx *ctx) { return ctx->device; }
+
+static int ft__async(const ft_ctx *ctx)
+{
+    return ctx->device == FT_CPU && ctx->config.async == FT_ON;
+}
+
+/* The block's list node stands in front of it; 64 bytes keep the alignment of malloc. */
+struct ft__host_block {
+    ft__host_block *prev, *next;
+};
+enum { FT__HOST_HEADER = 64 };
+
+void *ft_host_alloc(ft_ctx *ctx, size_t bytes)
+{
+    ft__host_block *block = NULL;
+    if (bytes <= SIZE_MAX - FT__HOST_HEADER - 1) {
+        block = (ft__host_block *)FT_MALLOC(FT__HOST_HEADER + bytes + 1);
+    }
+    if (!block) {
+        ft_error(FT_ERR_OOM, "ft_host_alloc: no %zu bytes of host memory", bytes);
+        return NULL;
+    }
+    memset(block, 0, FT__HOST_HEADER + bytes);
+    block->next = ctx->host;
+    if (ctx->host) ctx->host->prev = block;
+    ctx->host = block;
+    return (char *)block + FT__HOST_HEADER;
+}
+
+void ft_host_free(ft_ctx *ctx, void *memory)
+{
+    if (!memory) return;
+    ft__host_block *block = (ft__host_block *)(void *)((char *)memory - FT__HOST_HEADER);
+    if (block->prev) block->prev->next = block->next;
+    else ctx->host = block->next;
+    if (block->next) block->next->prev = block->prev;
+    FT_FREE(block);
+}
+
+/* Aborts the world, with the world locked. The first failure is the cause, later ones follow from
+   it. On meta ranks are independent and the lowest rank that fails is reported: that one is the
+   same in every run. */
+static void ft__fail_locked(ft__world *world, int rank, ft_status status, const char *text)
+{
+    int lower = world->config.device == FT_META && rank < world->failed_rank;
+    if (world->aborted && !lower) return;
+    world->aborted = 1;
+    world->failed_rank = rank;
+    world->failed_status = status;
+    world->failed_text[0] = 0;
+    ft__append(world->failed_text, "%s", text[0] ? text : ft_status_name(status));
+    ft__comms_wake(world);
+}
+
+static void ft__fail(ft__world *world, int rank, ft_status status, const char *text)
+{
+    pthread_mutex_lock(&world->lock);
+    ft__fail_locked(world, rank, status, text);
+    pthread_mutex_unlock(&world->lock);
+}
+
+/* The error of a rank that meets the abort, with the world locked. */
+static ft_status ft__abort_error(const ft__world *world, int rank)
+{
+    if (world->failed_rank == rank)
+{
+        return ft_error(world->failed_status, "%s", world->failed_text);
+    }
+    return ft_error(FT_ERR_PEER, "rank %d failed: %s", world->failed_rank, world->failed_text);
+}
+
+/* Sleeps up to config.delay_us, by a generator of the rank's own (splitmix64). */
+static void ft__delay(ft_ctx *ctx)
+{
+    if (ctx->device == FT_META || ctx->config.delay_us <= 0) return;
+    pthread_mutex_lock(&ctx->world->lock);
+    ctx->random += UINT64_C(0x9e3779b97f4a7c15);
+    uint64_t z = ctx->random;
+    pthread_mutex_unlock(&ctx->world->lock);
+    z = (z ^ (z >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    z = (z ^ (z >> 27)) * UINT64_C(0x94d049bb133111eb);
+    z = (z ^ (z >> 31)) % ((uint64_t)ctx->config.delay_us + 1);
+    struct timespec pause;
+    pause.tv_sec = (time_t)(z / 1000000);
+    pause.tv_nsec = (long)(z % 1000000) * 1000;
+    nanosleep(&pause, NULL);
+}
+
+/* A decimal integer in 0..most from the environment; *value is left alone when it is not set. */
+static ft_status ft__env_int(const char *name, int most, int *value)
+{
+    const char *text = getenv(name);
+    if (!text) return FT_OK;
+    int64_t number = 0;
+    int digits = 0;
+    while (text[digits] >= '0' && text[digits] <= '9' && digits < 10) {
+        number = number * 10 + (text[digits] - '0');
+        digits++;
+    }
+    if (digits == 0 || text[digits] || number > most) {
+        return ft_error(FT_ERR_ARG, "environment variable %s is \"%.60s\": it must be an integer "
+                        "from 0 to %d, or not be set", name, text, most);
+    }
+    *value = (int)number;
+    return FT_OK;
+}
+
+static ft_status ft__config_check(const ft_config *c)
+{
+    if (c->world < 1 || c->world > FT__MAX_WORLD)
+{
+        return ft_error(FT_ERR_ARG, "ft_launch: world is %d, it must be 1 to %d", c->world,
+                        FT__MAX_WORLD);
+    }
+    if (c->device != FT_CPU && c->device != FT_META) {
+        return ft_error(FT_ERR_ARG, "ft_launch: device %d is neither FT_CPU nor FT_META",
+                        (int)c->device);
+    }
+    if (c->only_rank < -1 || c->only_rank >= c->world) {
+        return ft_error(FT_ERR_ARG, "ft_launch: only_rank is %d, it must be a rank of the world of "
+                        "%d, or -1 for all", c->only_rank, c->world);
+    }
+    if (c->only_rank >= 0 && c->device != FT_META && c->world > 1) {
+        return ft_error(FT_ERR_ARG, "ft_launch: only_rank %d of a world of %d can run alone on "
+                        "FT_META only; set only_rank to -1", c->only_rank, c->world);
+    }
+    if (c->async != FT_DEFAULT && c->async != FT_ON && c->async != FT_OFF) {
+        return ft_error(FT_ERR_ARG, "ft_launch: async is %d, it must be FT_DEFAULT, FT_ON or "
+                        "FT_OFF", (int)c->async);
+    }
+    if (c->timeline != 0 && c->timeline != 1) {
+        return ft_error(FT_ERR_ARG, "ft_launch: timeline is %d, it must be 0 or 1", c->timeline);
+    }
+    if (c->delay_us < 0 || c->delay_us > 60000000) {
+        return ft_error(FT_ERR_ARG, "ft_launch: delay_us is %d, it must be 0 to 60000000",
+                        c->delay_us);
+    }
+    if (!(c->timeout_s >= 0) || c->timeout_s > 1e8) {
+        return ft_error(FT_ERR_ARG, "ft_launch: timeout_s is %g, it must be 0 (120 seconds) to 1e8",
+                        c->timeout_s);
+    }
+    return FT_OK;
+}
+
+/* Checks the caller's config and fills in what it leaves to defaults and to the environment. */
+static ft_status ft__config_resolve(const ft_config *given, ft_config *c)
+{
+    *c = *given;
+    if (c->world == 0) c->world = 1;
+    FT_TRY(ft__config_check(c));
+    if (c->timeout_s == 0) c->timeout_s = 120;
+    if (c->delay_us == 0) FT_TRY(ft__env_int("FT_DELAY_US", 60000000, &c->delay_us));
+    if (c->async == FT_DEFAULT) {
+        int on = 0;
+        FT_TRY(ft__env_int("FT_CPU_ASYNC", 1, &on));
+        c->async = on ? FT_ON : FT_OFF;
+    }
+    return FT_OK;
+}
+
+/* Starts a thread whose stack is the system's default, but at least 1 MiB. Returns 0 or errno. */
+static int ft__thread_start(pthread_t *thread, void *(*fn)(void *), void *arg)
+{
+    pthread_attr_t attr;
+    size_t bytes = 0;
+    int error = pthread_attr_init(&attr);
+    if (error) return error;
+    if (pthread_attr_getstacksize(&attr, &bytes) != 0 || bytes < FT__STACK_BYTES) {
+        error = pthread_attr_setstacksize(&attr, FT__STACK_BYTES);
+    }
+    if (!error) error = pthread_create(thread, &attr, fn, arg);
+    pthread_attr_destroy(&attr);
+    return error;
+}
+
+/* A condition whose timed waits follow FT__CLOCK. Returns 0 or errno. */
+static int ft__cond_init(pthread_cond_t *cond)
+{
+    pthread_condattr_t attr;
+    int error = pthread_condattr_init(&attr);
+    if (error) return error;
+#if !defined(__APPLE__)
+    error = pthread_condattr_setclock(&attr, FT__CLOCK);
+#endif
+    if (!error) error = pthread_cond_init(cond, &attr);
+    pthread_condattr_destroy(&attr);
+    return error;
+}
+
+/* Ends a context as far as it was made. Its streams must be drained. */
+static void ft__ctx_end(ft_ctx *ctx, int has_memory)
+{
+    for (int k = 0; k < FT_STREAM_COUNT; k++) ft__stream_end(&ctx->streams[k]);
+    if (has_memory) ft__memory_end(ctx);
+    for (int k = 0; k < FT_STREAM_COUNT; k++) {
+        if (!ctx->streams[k].ready) continue;
+        pthread_cond_destroy(&ctx->streams[k].changed);
+        pthread_mutex_destroy(&ctx->streams[k].lock);
+    }
+    ft__groups_free(ctx);
+    while (ctx->host) ft_host_free(ctx, (char *)ctx->host + FT__HOST_HEADER);
+    FT_FREE(ctx);
+}
+
+static ft_status ft__ctx_begin(ft__world *world, int rank, ft_ctx **out)
+{
+    ft_ctx *ctx = (ft_ctx *)FT_MALLOC(sizeof *ctx);
+    if (!ctx) return ft_error(FT_ERR_OOM, "no %zu bytes for the rank's context", sizeof *ctx);
+    memset(ctx, 0, sizeof *ctx);
+    ctx->rank = rank;
+    ctx->device = world->config.device;
+    ctx->config = world->config;
+    ctx->world = world;
+    ctx->random = (uint64_t)rank << 32;
+    ctx->where_op = ctx->where_phase = "";
+    ctx->where_segment = -1;
+    ft_status status = FT_OK;
+    for (int k = 0; k < FT_STREAM_COUNT && status == FT_OK; k++) {
+        status = ft__stream_begin(ctx, (ft_stream_kind)k);
+    }
+    if (status == FT_OK) status = ft__memory_begin(ctx);
+    if (status != FT_OK) {
+        ft__ctx_end(ctx, 0);
+        return status;
+    }
+    *out = ctx;
+    return FT_OK;
+}
+
+/* One rank from begin to end. Errors go to the world. The rank's own error is told before its
+   streams are drained, because they may be waiting for peers that wait for this rank. */
+static void ft__rank_run(ft__world *world, int rank)
+{
+    ft_ctx *ctx = NULL;
+    ft__error_text[0] = 0;
+    ft_status status = ft__ctx_begin(world, rank, &ctx);
+    if (status == FT_OK) status = world->fn(ctx, world->user);
+    if (status != FT_OK) ft__fail(world, rank, status, ft_last_error());
+    if (ctx) {
+        status = ft_sync(ctx);
+        if (status != FT_OK) ft__fail(world, rank, status, ft_last_error());
+    }
+    pthread_mutex_lock(&world->lock);
+    world->ended[rank] = 1;
+    ft__comms_wake(world);
+    pthread_mutex_unlock(&world->lock);
+    if (ctx) ft__ctx_end(ctx, 1);
+}
+
+typedef struct ft__worker {
+    ft__world *world;
+    int rank;         /* the rank to run; -1: whatever comes next, until none is left */
+    pthread_t thread;
+} ft__worker;
+
+/* The next rank to run, -1 when there is none or when one has failed: the ranks below it were all
+   taken before, so the lowest failing rank is among those that run. */
+static int ft__rank_next(ft__world *world)
+{
+    int rank = -1;
+    pthread_mutex_lock(&world->lock);
+    if (!world->aborted && world->next < world->config.world) rank = world->next++;
+    pthread_mutex_unlock(&world->lock);
+    return rank;
+}
+
+static void *ft__worker_main(void *arg)
+{
+    ft__worker *worker = (ft__worker *)arg;
+    if (worker->rank >= 0) {
+        ft__rank_run(worker->world, worker->rank);
+        return NULL;
+    }
+    for (;;) {
+        int rank = ft__rank_next(worker->world);
+        if (rank < 0) return NULL;
+        ft__rank_run(worker->world, rank);
+    }
+}
+
+/* Starts `n` workers and waits for them. On the CPU every rank needs a thread, so one that cannot
+   be started fails the launch; on meta the others do its work. */
+static void ft__workers_run(ft__world *world, ft__worker *workers, int n)
+{
+    int meta = world->config.device == FT_META, started = 0;
+    for (; started < n; started++) {
+        ft__worker *w = &workers[started];
+        w->world = world;
+        w->rank = world->config.only_rank >= 0 ? world->config.only_rank : meta ? -1 : started;
+        int error = ft__thread_start(&w->thread, ft__worker_main, w);
+        if (!error) continue;
+        if (!meta || started == 0) {
+            char text[FT__TEXT_BYTES] = "";
+            ft__append(text, "cannot start a thread for this rank (error %d): lower the world of "
+                       "%d or raise the limits on threads and memory", error, world->config.world);
+            ft__fail(world, w->rank >= 0 ? w->rank : 0, FT_ERR_OOM, text);
+        }
+        break;
+    }
+    for (int i = 0; i < started; i++) pthread_join(workers[i].thread, NULL);
+}
+
+static ft_status ft__world_run(ft__world *world)
+{
+    int n = world->config.world;
+    if (world->config.only_rank >= 0) n = 1;
+    else if (world->config.device == FT_META && n > FT__META_WORKERS) n = FT__META_WORKERS;
+    ft__worker *workers = (ft__worker *)FT_MALLOC((size_t)n * sizeof *workers);
+    world->ended = (unsigned char *)FT_MALLOC((size_t)world->config.world);
+    if (workers && world->ended) {
+        memset(world->ended, 0, (size_t)world->config.world);
+        ft__workers_run(world, workers, n);
+    } else {
+        ft__fail(world, 0, FT_ERR_OOM, "ft_launch: no host memory for the list of ranks");
+    }
+    FT_FREE(workers);
+    ft__comms_free(world);
+    FT_FREE(world->ended);
+    if (!world->aborted) return FT_OK;
+    return ft_error(world->failed_status, "rank %d: %s", world->failed_rank, world->failed_text);
+}
+
+ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user)
+{
+    ft__world world;
+    memset(&world, 0, sizeof world);
+    if (!config || !fn) {
+        return ft_error(FT_ERR_ARG, "ft_launch: %s is NULL", config ? "fn" : "config");
+    }
+    FT_TRY(ft__config_resolve(config, &world.config));
+    world.fn = fn;
+    world.user = user;
+    if (pthread_mutex_init(&world.lock, NULL) != 0) {
+        return ft_error(FT_ERR_OOM, "ft_launch: the system has no mutex left");
+    }
+    ft__blas_begin();
+    ft_status status = ft__world_run(&world);
+    pthread_mutex_destroy(&world.lock);
+    return status;
+}
+
+/* ------------------------------------------------------------------------------ >>streams.impl */
+
+/* A queued call; a copy of its argument follows the header, aligned as malloc aligns. */
+struct ft__task {
+    ft__task *next;
+    ft_task_fn fn;
+    int always;        /* runs even after an error: it frees something */
+};
+enum { FT__TASK_HEADER = 64, FT__TASK_LOCAL = 4096 };
+
+static const char *ft__stream_name(const ft_stream *s)
+{
+    static const char *const names[FT_STREAM_COUNT] = {"compute", "gather", "reduce"};
+    return names[s->kind];
+}
+
+static ft_status ft__stream_begin(ft_ctx *ctx, ft_stream_kind kind)
+{
+    ft_stream *s = &ctx->streams[kind];
+    s->ctx = ctx;
+    s->kind = kind;
+    if (pthread_mutex_init(&s->lock, NULL) == 0) {
+        if (ft__cond_init(&s->changed) == 0) {
+            s->ready = 1;
+            return FT_OK;
+        }
+        pthread_mutex_destroy(&s->lock);
+    }
+    return ft_error(FT_ERR_OOM, "the system has no mutex left for stream %s", ft__stream_name(s));
+}
+
+/* Lets the thread finish its queue and joins it. Work pushed afterwards runs at once. */
+static void ft__stream_end(ft_stream *s)
+{
+    if (!s->ready) return;
+    pthread_mutex_lock(&s->lock);
+    s->stop = 1;
+    pthread_cond_broadcast(&s->changed);
+    pthread_mutex_unlock(&s->lock);
+    if (s->threaded) pthread_join(s->thread, NULL);
+    s->threaded = 0;
+}
+
+/* The error that sticks to the stream, now also the calling thread's. */
+static ft_status ft__stream_error(ft_stream *s)
+{
+    pthread_mutex_lock(&s->lock);
+    ft_status status = s->failed;
+    if (status != FT_OK) ft_error(status, "%s", s->text);
+    pthread_mutex_unlock(&s->lock);
+    return status;
+}
+
+/* Makes the calling thread's error stick to the stream, and tells the peers at once: they may wait
+   for work that this stream now skips. */
+static ft_status ft__stream_fail(ft_stream *s, ft_status status)
+{
+    pthread_mutex_lock(&s->lock);
+    if (s->failed == FT_OK) {
+        s->failed = status;
+        memcpy(s->text, ft__error_text, sizeof s->text);
+    }
+    pthread_mutex_unlock(&s->lock);
+    ft__fail(s->ctx->world, s->ctx->rank, status, ft_last_error());
+    return status;
+}
+
+/* Calls fn. An error that it returns without a text gets one; a success leaves the thread's latest
+   error as it was. */
+static ft_status ft__task_call(ft_stream *s, ft_task_fn fn, void *arg)
+{
+    char first = ft__error_text[0];
+    ft__error_text[0] = 0;
+    ft_status status = fn(arg);
+    if (ft__error_text[0] == 0) ft__error_text[0] = first;
+    else first = 0;
+    if (status == FT_OK) return FT_OK;
+    if (first || ft__error_text[0] == 0) {
+        ft_error(status, "a task on stream %s failed without a message: %s", ft__stream_name(s),
+                 ft_status_name(status));
+    }
+    return ft__stream_fail(s, status);
+}
+
+/* Runs fn on a copy of arg in the calling thread. */
+static ft_status ft__stream_now(ft_stream *s, ft_task_fn fn, const void *arg, size_t bytes)
+{
+    union {
+        char bytes[FT__TASK_LOCAL];
+        long double align_number;
+        void *align_pointer;
+    } local;
+    void *copy = local.bytes;
+    if (bytes > sizeof local) copy = FT_MALLOC(bytes);
+    if (!copy) {
+        ft_error(FT_ERR_OOM, "stream %s: no %zu bytes for a task's argument", ft__stream_name(s),
+                 bytes);
+        return ft__stream_fail(s, FT_ERR_OOM);
+    }
+    if (bytes) memcpy(copy, arg, bytes);
+    ft_status status = ft__task_call(s, fn, copy);
+    if (copy != (void *)local.bytes) FT_FREE(copy);
+    return status;
+}
+
+/* The thread of an asynchronous stream. A task that is skipped after an error counts as completed,
+   so that nobody waits for its event for ever. */
+static void *ft__stream_main(void *arg)
+{
+    ft_stream *s = (ft_stream *)arg;
+    pthread_mutex_lock(&s->lock);
+    for (;;) {
+        while (!s->head && !s->stop) pthread_cond_wait(&s->changed, &s->lock);
+        ft__task *task = s->head;
+        if (!task) break;
+        s->head = task->next;
+        if (!s->head) s->tail = NULL;
+        int skip = s->failed != FT_OK && !task->always;
+        pthread_mutex_unlock(&s->lock);
+        if (!skip) (void)ft__task_call(s, task->fn, (char *)task + FT__TASK_HEADER);
+        FT_FREE(task);
+        pthread_mutex_lock(&s->lock);
+        s->completed++;
+        pthread_cond_broadcast(&s->changed);
+    }
+    pthread_mutex_unlock(&s->lock);
+    return NULL;
+}
+
+/* Appends a task for the stream's thread; 0 when there is no memory or no thread for it. */
+static int ft__stream_enqueue(ft_stream *s, ft_task_fn fn, const void *arg, size_t bytes,
+                              int always)
+{
+    if (bytes > SIZE_MAX - FT__TASK_HEADER) return 0;
+    if (!s->threaded) s->threaded = ft__thread_start(&s->thread, ft__stream_main, s) == 0;
+    if (!s->threaded) return 0;
+    ft__task *task = (ft__task *)FT_MALLOC(FT__TASK_HEADER + bytes);
+    if (!task) return 0;
+    task->next = NULL;
+    task->fn = fn;
+    task->always = always;
+    if (bytes) memcpy((char *)task + FT__TASK_HEADER, arg, bytes);
+    pthread_mutex_lock(&s->lock);
+    if (s->tail) s->tail->next = task;
+    else s->head = task;
+    s->tail = task;
+    s->queued++;
+    pthread_cond_broadcast(&s->changed);
+    pthread_mutex_unlock(&s->lock);
+    return 1;
+}
+
+static void ft__stream_drain(ft_stream *s)
+{
+    pthread_mutex_lock(&s->lock);
+    while (s->completed != s->queued) pthread_cond_wait(&s->changed, &s->lock);
+    pthread_mutex_unlock(&s->lock);
+}
+
+static ft_status ft__stream_push(ft_stream *s, ft_task_fn fn, const void *arg, size_t bytes,
+                                 int always)
+{
+    if (!s || !fn || (!arg && bytes)) {
+        return ft_error(FT_ERR_ARG, "ft_stream_run: %s is NULL",
+                        !s ? "stream" : !fn ? "fn" : "arg");
+    }
+    if (s->ctx->device == FT_META) return FT_OK;
+    if (!always) FT_TRY(ft__stream_error(s));
+    if (!ft__async(s->ctx) || s->stop) return ft__stream_now(s, fn, arg, bytes);
+    if (ft__stream_enqueue(s, fn, arg, bytes, always)) return FT_OK;
+    if (always) { /* what frees must not get lost: do it here, in its turn */
+        ft__stream_drain(s);
+        return ft__stream_now(s, fn, arg, bytes);
+    }
+    ft_error(FT_ERR_OOM, "stream %s: no thread, or no %zu bytes of host memory, for its work",
+             ft__stream_name(s), FT__TASK_HEADER + bytes);
+    return ft__stream_fail(s, FT_ERR_OOM);
+}
+
+static ft_status ft__stream_run_always(ft_stream *s, ft_task_fn fn, const void *arg,
+                                       size_t bytes)
+{
+    return ft__stream_push(s, fn, arg, bytes, 1);
+}
+
+ft_status ft_stream_run(ft_stream *stream, ft_task_fn fn, const void *arg, size_t arg_bytes)
+{
+    return ft__stream_push(stream, fn, arg, arg_bytes, 0);
+}
+
+ft_stream *ft_stream_get(ft_ctx *ctx, ft_stream_kind kind)
+{
+    if (!ctx || (int)kind < 0 || kind >= FT_STREAM_COUNT)
+{
+        ft_error(FT_ERR_ARG, "ft_stream_get: there is no stream of kind %d", (int)kind);
+        return NULL;
+    }
+    return &ctx->streams[kind];
+}
+
+ft_event ft_event_record(ft_stream *stream)
+{
+    ft_event event;
+    event.stream = stream;
+    event.sequence = 0;
+    if (!stream) return event;
+    pthread_mutex_lock(&stream->lock);
+    event.sequence = stream->queued;
+    pthread_mutex_unlock(&stream->lock);
+    return event;
+}
+
+/* Waits on the thread that calls it. This ends in any case: a stream's tasks wait only for events
+   recorded before them, so there is no cycle, and collectives end on abort and on timeout. What
+   comes after the wait needs the other stream's results, so its error becomes this stream's. */
+static ft_status ft__wait_task(void *arg)
+{
+    ft_event event = *(ft_event *)arg;
+    ft_stream *s = event.stream;
+    pthread_mutex_lock(&s->lock);
+    while (s->completed < event.sequence) pthread_cond_wait(&s->changed, &s->lock);
+    pthread_mutex_unlock(&s->lock);
+    return ft__stream_error(s);
+}
+
+ft_status ft_stream_wait(ft_stream *stream, ft_event event)
+{
+    if (!stream) return ft_error(FT_ERR_ARG, "ft_stream_wait: stream is NULL");
+    if (!event.stream || event.stream == stream) return FT_OK;
+    if (event.stream->ctx != stream->ctx) {
+        return ft_error(FT_ERR_ARG, "ft_stream_wait: the event belongs to rank %d, the stream to "
+                        "rank %d; ranks are ordered by collectives", event.stream->ctx->rank,
+                        stream->ctx->rank);
+    }
+    return ft__stream_push(stream, ft__wait_task, &event, sizeof event, 0);
+}
+
+ft_status ft_stream_sync(ft_stream *stream)
+{
+    if (!stream) return ft_error(FT_ERR_ARG, "ft_stream_sync: stream is NULL");
+    ft__stream_drain(stream);
+    return ft__stream_error(stream);
+}
+
+ft_status ft_sync(ft_ctx *ctx)
+{
+    if (!ctx) return ft_error(FT_ERR_ARG, "ft_sync: ctx is NULL");
+    for (int k = 0; k < FT_STREAM_COUNT; k++) ft__stream_drain(&ctx->streams[k]);
+    for (int k = 0; k < FT_STREAM_COUNT; k++) FT_TRY(ft__stream_error(&ctx->streams[k]));
+    return FT_OK;
+}
+
+/* ------------------------------------------------------------------------------- >>groups.impl */
+
+/* The local transport. Members of a group share an ft__comm. A collective is
+
+     meet   every member posts what it wants and where its buffers are. The last to arrive compares
+            the posts. All agree: all go on. Otherwise, or on abort, on timeout, or when a member
+            has ended: all fail, and nobody has touched a buffer.
+     move   members read each other's buffers, each writing its own only.
+     pass   nobody leaves before all have read.
+
+   After `meet` nothing can fail and nobody waits for anything but copies, so move and pass heed
+   neither abort nor timeout; this is what makes it safe to free a buffer on every error path. */
+
+enum { FT__AGREE = FT_COLLECTIVE_COUNT }; /* ft_agree's kind among posts */
+
+typedef struct ft__post {
+    int kind;           /* ft_collective or FT__AGREE */
+    ft_dtype dtype;
+    int64_t elems;      /* of the whole tensor */
+    int root;           /* broadcast: rank in the group */
+    const char *what;   /* agree: the name and the value to agree on */
+    uint64_t value;
+    const char *in;     /* what peers read */
+    char *out;
+} ft__post;
+
+typedef enum ft__message_state { FT__UNREAD = 0, FT__READING, FT__READ } ft__message_state;
+
+/* One op of an exchange. A send is linked into its receiver's inbox; it lives in the sender's task,
+   which does not end before the message was read or withdrawn. */
+typedef struct ft__message {
+    struct ft__message *next;
+    int from, to;       /* ranks in the group */
+    int is_send;
+    ft__message_state state;
+    ft_dtype dtype;
+    int64_t elems;
+    char *data;
+} ft__message;
+
+struct ft__comm {
+    ft__comm *next;
+    char *name;
+    int n;
+    int *ranks;               /* [n] of the world, ascending */
+    unsigned char *joined;    /* [n] the member has its handle */
+    unsigned char *busy;      /* [n] the member is inside a collective or an exchange */
+    unsigned char *arrived;   /* [n] the member waits in `meet` */
+    ft__post *posts;          /* [n] stable from meet to pass */
+    ft__message **inbox;      /* [n] unread messages, oldest first */
+    int n_arrived, n_passed;
+    int exchanging;           /* members inside an exchange */
+    uint64_t meets, passes;   /* completed */
+    pthread_cond_t wake;
+    ft_status failed;         /* sticks; every member gets this status and text */
+    char text[FT__TEXT_BYTES];
+};
+
+struct ft_group {
+    ft_group *next;
+    ft_ctx *ctx;
+    char *name;
+    int n, rank;
+    ft__comm *comm;           /* NULL on meta */
+    ft_stream *last;          /* where the latest collective was queued */
+    ft_traffic traffic;
+};
+
+const char *ft_collective_name(ft_collective kind)
+{
+    static const char *const names[FT_COLLECTIVE_COUNT] = {
+        "all-gather", "reduce-scatter", "all-reduce", "broadcast", "send", "barrier"};
+    return (int)kind >= 0 && kind < FT_COLLECTIVE_COUNT ? names[kind] : "unknown collective";
+}
+
+int ft_group_size(const ft_group *group) { return group->n; }
+int ft_group_rank(const ft_group *group) { return group->rank; }
+const char *ft_group_name(const ft_group *group) { return group->name; }
+
+/* Wakes everyone who waits in a collective, with the world locked. */
+static void ft__comms_wake(ft__world *world)
+{
+    for (ft__comm *c = world->comms; c; c = c->next) pthread_cond_broadcast(&c->wake);
+}
+
+static void ft__comm_free(ft__comm *c)
+{
+    FT_FREE(c->name);
+    FT_FREE(c->ranks);
+    FT_FREE(c->joined);
+    FT_FREE(c->busy);
+    FT_FREE(c->arrived);
+    FT_FREE(c->posts);
+    FT_FREE(c->inbox);
+    FT_FREE(c);
+}
+
+static void ft__comms_free(ft__world *world)
+{
+    while (world->comms)
+{
+        ft__comm *c = world->comms;
+        world->comms = c->next;
+        pthread_cond_destroy(&c->wake);
+        ft__comm_free(c);
+    }
+}
+
+static void ft__groups_free(ft_ctx *ctx)
+{
+    while (ctx->groups)
+{
+        ft_group *g = ctx->groups;
+        ctx->groups = g->next;
+        FT_FREE(g->name);
+        FT_FREE(g);
+    }
+}
+
+static void *ft__zalloc(size_t bytes)
+{
+    void *memory = FT_MALLOC(bytes);
+    if (memory) memset(memory, 0, bytes);
+    return memory;
+}
+
+static char *ft__strdup(const char *text)
+{
+    char *copy = (char *)FT_MALLOC(strlen(text) + 1);
+    if (copy) memcpy(copy, text, strlen(text) + 1);
+    return copy;
+}
+
+/* NULL when memory is out. */
+static ft__comm *ft__comm_create(const char *name, int n, const int *ranks)
+{
+    size_t count = (size_t)n;
+    ft__comm *c = (ft__comm *)ft__zalloc(sizeof *c);
+    if (!c) return NULL;
+    c->n = n;
+    c->name = ft__strdup(name);
+    c->ranks = (int *)FT_MALLOC(count * sizeof *c->ranks);
+    c->joined = (unsigned char *)ft__zalloc(count);
+    c->busy = (unsigned char *)ft__zalloc(count);
+    c->arrived = (unsigned char *)ft__zalloc(count);
+    c->posts = (ft__post *)ft__zalloc(count * sizeof *c->posts);
+    c->inbox = (ft__message **)ft__zalloc(count * sizeof *c->inbox);
+    if (!c->name || !c->ranks || !c->joined || !c->busy || !c->arrived || !c->posts ||
+        !c->inbox || ft__cond_init(&c->wake) != 0) {
+        ft__comm_free(c);
+        return NULL;
+    }
+    memcpy(c->ranks, ranks, count * sizeof *c->ranks);
+    return c;
+}
+
+/* The shared state for this member's next handle on (name, ranks), made by whoever comes first.
+   The k-th handle of one member meets the k-th of the others. NULL when memory is out. */
+static ft__comm *ft__comm_join(ft__world *world, const char *name, int n, const int *ranks,
+                               int member)
+{
+    pthread_mutex_lock(&world->lock);
+    ft__comm **at = &world->comms;
+    for (; *at; at = &(*at)->next) {
+        ft__comm *c = *at;
+        if (c->n == n && !c->joined[member] && strcmp(c->name, name) == 0 &&
+            memcmp(c->ranks, ranks, (size_t)n * sizeof *ranks) == 0) break;
+    }
+    if (!*at) *at = ft__comm_create(name, n, ranks);
+    ft__comm *found = *at;
+    if (found) found->joined[member] = 1;
+    pthread_mutex_unlock(&world->lock);
+    return found;
+}
+
+/* Checks the list of ranks and finds this rank in it. */
+static ft_status ft__group_check(const ft_ctx *ctx, const char *name, int n, const int *ranks,
+                                 int *member)
+{
+    *member = -1;
+    if (n < 1 || n > ctx->config.world) {
+        return ft_error(FT_ERR_ARG, "group \"%s\": %d ranks in a world of %d", name, n,
+                        ctx->config.world);
+    }
+    for (int i = 0; i < n; i++) {
+        if (ranks[i] < 0 || ranks[i] >= ctx->config.world) {
+            return ft_error(FT_ERR_ARG, "group \"%s\": rank %d (entry %d) is outside the world "
+                            "of %d", name, ranks[i], i, ctx->config.world);
+        }
+        if (i > 0 && ranks[i] <= ranks[i - 1]) {
+            return ft_error(FT_ERR_ARG, "group \"%s\": ranks must ascend, but entry %d is %d "
+                            "after %d", name, i, ranks[i], ranks[i - 1]);
+        }
+        if (ranks[i] == ctx->rank) *member = i;
+    }
+    if (*member >= 0) return FT_OK;
+    return ft_error(FT_ERR_ARG, "group \"%s\": rank %d makes it but is not among its %d ranks; "
+                    "only members call ft_group_create", name, ctx->rank, n);
+}
+
+ft_status ft_group_create(ft_ctx *ctx, const char *name, int n, const int *ranks,
+                          ft_group **out)
+{
+    int member;
+    if (!ctx || !name || !name[0] || !ranks || !out) {
+        return ft_error(FT_ERR_ARG, "ft_group_create: ctx, a name, ranks and out must be given");
+    }
+    *out = NULL;
+    FT_TRY(ft__group_check(ctx, name, n, ranks, &member));
+    ft_group *g = (ft_group *)ft__zalloc(sizeof *g);
+    char *copy = ft__strdup(name);
+    ft__comm *comm = NULL;
+    int meta = ctx->device == FT_META;
+    if (g && copy && !meta) comm = ft__comm_join(ctx->world, name, n, ranks, member);
+    if (!g || !copy || (!meta && !comm)) {
+        FT_FREE(g);
+        FT_FREE(copy);
+        return ft_error(FT_ERR_OOM, "group \"%s\": no host memory for its %d ranks", name, n);
+    }
+    g->ctx = ctx;
+    g->name = copy;
+    g->n = n;
+    g->rank = member;
+    g->comm = comm;
+    g->traffic.group = copy;
+    ft_group **at = &ctx->groups;
+    while (*at) at = &(*at)->next;
+    *at = g;
+    *out = g;
+    return FT_OK;
+}
+
+ft_status ft_mesh_create(ft_ctx *ctx, int dp, int tp, int pp, ft_mesh *mesh)
+{
+    if (!ctx || !mesh) return ft_error(FT_ERR_ARG, "ft_mesh_create: ctx or mesh is NULL");
+    memset(mesh, 0, sizeof *mesh);
+    int world = ctx->config.world;
+    if (dp < 1 || tp < 1 || pp < 1 || dp > world || tp > world || pp > world ||
+        (int64_t)dp * tp * pp != world) {
+        return ft_error(FT_ERR_ARG, "mesh: dp %d x tp %d x pp %d must multiply to the world of %d",
+                        dp, tp, pp, world);
+    }
+    mesh->size[FT_AXIS_DP] = dp;
+    mesh->size[FT_AXIS_TP] = tp;
+    mesh->size[FT_AXIS_PP] = pp;
+    mesh->coord[FT_AXIS_TP] = ctx->rank % tp;
+    mesh->coord[FT_AXIS_DP] = ctx->rank / tp % dp;
+    mesh->coord[FT_AXIS_PP] = ctx->rank / tp / dp;
+    return FT_OK;
+}
+
+ft_status ft_mesh_group(ft_ctx *ctx, const ft_mesh *mesh, ft_axis axis, const char *name,
+                        ft_group **out)
+{
+    if (!ctx || !mesh || (int)axis < 0 || axis >= FT_AXIS_COUNT) {
+        return ft_error(FT_ERR_ARG, "ft_mesh_group: %s", !ctx || !mesh ? "ctx or mesh is NULL"
+                        : "the axis must be FT_AXIS_DP, FT_AXIS_TP or FT_AXIS_PP");
+    }
+    ft_mesh own;
+    FT_TRY(ft_mesh_create(ctx, mesh->size[FT_AXIS_DP], mesh->size[FT_AXIS_TP],
+                          mesh->size[FT_AXIS_PP], &own));
+    if (memcmp(own.coord, mesh->coord, sizeof own.coord) != 0) {
+        return ft_error(FT_ERR_ARG, "ft_mesh_group: the mesh has the coordinates of another rank "
+                        "than %d; make it with ft_mesh_create on this rank", ctx->rank);
+    }
+    int n = own.size[axis], stride = 1;
+    if (axis == FT_AXIS_DP) stride = own.size[FT_AXIS_TP];
+    if (axis == FT_AXIS_PP) stride = own.size[FT_AXIS_TP] * own.size[FT_AXIS_DP];
+    int *ranks = (int *)FT_MALLOC((size_t)n * sizeof *ranks);
+    if (!ranks) return ft_error(FT_ERR_OOM, "ft_mesh_group: no host memory for %d ranks", n);
+    for (int i = 0; i < n; i++) ranks[i] = ctx->rank + (i - own.coord[axis]) * stride;
+    ft_status status = ft_group_create(ctx, name, n, ranks, out);
+    FT_FREE(ranks);
+    return status;
+}
+
+int ft_traffic_get(const ft_ctx *ctx, int max, ft_traffic *out)
+{
+    int n = 0;
+    for (const ft_group *g = ctx->groups; g; g = g->next, n++) {
+        if (n < max) out[n] = g->traffic;
+    }
+    return n;
+}
+
+/* -- meet and pass -- */
+
+static void ft__post_text(char *text, const ft__post *post)
+{
+    if (post->kind == FT__AGREE)
+{
+        ft__append(text, "ft_agree \"%s\" = %llu", post->what, (unsigned long long)post->value);
+        return;
+    }
+    ft__append(text, "%s", ft_collective_name((ft_collective)post->kind));
+    if (post->kind == FT_BARRIER) return;
+    ft__append(text, " of %lld %s elements", (long long)post->elems, ft_dtype_name(post->dtype));
+    if (post->kind == FT_BROADCAST) ft__append(text, " from group rank %d", post->root);
+}
+
+static int ft__post_same(const ft__post *a, const ft__post *b)
+{
+    if (a->kind != b->kind || a->dtype != b->dtype || a->elems != b->elems) return 0;
+    if (a->kind == FT__AGREE) return a->value == b->value && strcmp(a->what, b->what) == 0;
+    return a->root == b->root;
+}
+
+/* "; ranks 0, 1, 3: all-reduce of 8 fp32 elements; rank 2: ..." */
+static void ft__posts_text(char *text, const ft__comm *c)
+{
+    for (int i = 0; i < c->n; i++)
+{
+        int first = 1, several = 0;
+        for (int j = 0; j < i; j++) first = first && !ft__post_same(&c->posts[j], &c->posts[i]);
+        if (!first) continue;
+        for (int j = i + 1; j < c->n; j++) {
+            several = several || ft__post_same(&c->posts[j], &c->posts[i]);
+        }
+        ft__append(text, "; rank%s %d", several ? "s" : "", c->ranks[i]);
+        for (int j = i + 1; j < c->n; j++) {
+            if (ft__post_same(&c->posts[j], &c->posts[i])) ft__append(text, ", %d", c->ranks[j]);
+        }
+        ft__append(text, ": ");
+        ft__post_text(text, &c->posts[i]);
+    }
+}
+
+static ft_status ft__comm_error(const ft__comm *c) { return ft_error(c->failed, "%s", c->text); }
+
+/* Fails the group, of which `g` is a handle, and the world with it. World locked. */
+static ft_status ft__comm_fail(const ft_group *g, ft_status status, const char *text)
+{
+    ft__comm *c = g->comm;
+    if (c->failed == FT_OK) {
+        c->failed = status;
+        c->text[0] = 0;
+        ft__append(c->text, "group \"%s\": %s", c->name, text);
+    }
+    ft__fail_locked(g->ctx->world, g->ctx->rank, c->failed, c->text);
+    pthread_cond_broadcast(&c->wake);
+    return ft__comm_error(c);
+}
+
+/* World locked. */
+static ft_status ft__comm_enter(ft_group *g)
+{
+    ft__comm *c = g->comm;
+    if (c->failed != FT_OK) return ft__comm_error(c);
+    if (g->ctx->world->aborted) return ft__abort_error(g->ctx->world, g->ctx->rank);
+    if (c->busy[g->rank]) {
+        return ft_error(FT_ERR_STATE, "group \"%s\": two collectives of rank %d at once, on "
+                        "different streams; give each stream a group of its own, or order them by "
+                        "an event", c->name, g->ctx->rank);
+    }
+    c->busy[g->rank] = 1;
+    return FT_OK;
+}
+
+static void ft__comm_leave(ft_group *g)
+{
+    pthread_mutex_lock(&g->ctx->world->lock);
+    g->comm->busy[g->rank] = 0;
+    pthread_mutex_unlock(&g->ctx->world->lock);
+}
+
+static struct timespec ft__deadline(double seconds)
+{
+    struct timespec at;
+    clock_gettime(FT__CLOCK, &at);
+    time_t whole = (time_t)seconds;
+    at.tv_sec += whole;
+    at.tv_nsec += (long)((seconds - (double)whole) * 1e9);
+    if (at.tv_nsec >= 1000000000L) {
+        at.tv_nsec -= 1000000000L;
+        at.tv_sec++;
+    }
+    return at;
+}
+
+/* The failure of a `meet` in which members are missing: those that ended, or, once the time is
+   over, those that did not come. FT_OK: keep waiting. World locked. */
+static ft_status ft__meet_missing(const ft_group *g, const ft__post *post, int expired)
+{
+    const ft__comm *c = g->comm;
+    const unsigned char *ended = g->ctx->world->ended;
+    char text[FT__TEXT_BYTES] = "";
+    int gone = 0, missing = 0;
+    for (int i = 0; i < c->n; i++) gone += !c->arrived[i] && ended[c->ranks[i]];
+    if (!gone && !expired) return FT_OK;
+    for (int i = 0; i < c->n; i++) {
+        if (c->arrived[i] || (gone && !ended[c->ranks[i]])) continue;
+        ft__append(text, "%s%d", missing++ ? ", " : "rank ", c->ranks[i]);
+    }
+    ft__append(text, gone ? " ended without joining " : " did not arrive at ");
+    ft__post_text(text, post);
+    if (gone) {
+        ft__append(text, "; every member must make the same calls");
+        return ft__comm_fail(g, FT_ERR_COMM, text);
+    }
+    ft__append(text, " within %g s; it is stuck, slower than timeout_s, or has skipped this call",
+               g->ctx->config.timeout_s);
+    return ft__comm_fail(g, FT_ERR_TIMEOUT, text);
+}
+
+/* Waits for the rest. Completion comes before every failure, so that all members see the same. */
+static ft_status ft__meet_wait(ft_group *g, const ft__post *post)
+{
+    ft__comm *c = g->comm;
+    ft__world *world = g->ctx->world;
+    uint64_t meets = c->meets;
+    struct timespec deadline = ft__deadline(g->ctx->config.timeout_s);
+    int expired = 0;
+    for (;;) {
+        if (c->meets != meets) return FT_OK;
+        if (c->failed != FT_OK) return ft__comm_error(c);
+        if (world->aborted) return ft__abort_error(world, g->ctx->rank);
+        FT_TRY(ft__meet_missing(g, post, expired));
+        expired = pthread_cond_timedwait(&c->wake, &world->lock, &deadline) == ETIMEDOUT;
+    }
+}
+
+/* The last to arrive compares the posts and lets all go on. */
+static ft_status ft__meet_complete(ft_group *g)
+{
+    ft__comm *c = g->comm;
+    for (int i = 1; i < c->n; i++) {
+        if (ft__post_same(&c->posts[0], &c->posts[i])) continue;
+        char text[FT__TEXT_BYTES] = "ranks disagree";
+        ft__posts_text(text, c);
+        return ft__comm_fail(g, FT_ERR_COMM, text);
+    }
+    memset(c->arrived, 0, (size_t)c->n);
+    c->n_arrived = 0;
+    c->meets++;
+    pthread_cond_broadcast(&c->wake);
+    return FT_OK;
+}
+
+static ft_status ft__meet_locked(ft_group *g, const ft__post *post)
+{
+    ft__comm *c = g->comm;
+    FT_TRY(ft__comm_enter(g));
+    c->posts[g->rank] = *post;
+    c->arrived[g->rank] = 1;
+    c->n_arrived++;
+    if (c->exchanging) pthread_cond_broadcast(&c->wake);
+    ft_status status = c->n_arrived == c->n ? ft__meet_complete(g) : ft__meet_wait(g, post);
+    if (status == FT_OK) return FT_OK;
+    c->arrived[g->rank] = 0;
+    c->n_arrived--;
+    c->busy[g->rank] = 0;
+    return status;
+}
+
+/* On FT_OK the group is this member's until ft__comm_leave. */
+static ft_status ft__meet(ft_group *g, const ft__post *post)
+{
+    pthread_mutex_lock(&g->ctx->world->lock);
+    ft_status status = ft__meet_locked(g, post);
+    pthread_mutex_unlock(&g->ctx->world->lock);
+    return status;
+}
+
+static void ft__pass(ft_group *g)
+{
+    ft__comm *c = g->comm;
+    pthread_mutex_lock(&g->ctx->world->lock);
+    uint64_t passes = c->passes;
+    if (++c->n_passed == c->n) {
+        c->n_passed = 0;
+        c->passes++;
+        pthread_cond_broadcast(&c->wake);
+    }
+    while (c->passes == passes) pthread_cond_wait(&c->wake, &g->ctx->world->lock);
+    pthread_mutex_unlock(&g->ctx->world->lock);
+}
+
+/* -- move: posts are read without the lock, because they stand still between meet and pass -- */
+
+#define FT__SUM_BLOCK 512
+
+static void ft__sum_add(float *sum, const char *in, ft_dtype dtype, int64_t n)
+{
+    if (dtype == FT_F32)
+{
+        const float *x = (const float *)(const void *)in;
+        for (int64_t i = 0; i < n; i++) sum[i] += x[i];
+    } else {
+        const uint16_t *x = (const uint16_t *)(const void *)in;
+        for (int64_t i = 0; i < n; i++) sum[i] += ft_f32_from_bf16(x[i]);
+    }
+}
+
+static void ft__sum_store(char *out, const float *sum, ft_dtype dtype, int64_t n)
+{
+    if (dtype == FT_F32)
+{
+        memcpy(out, sum, (size_t)n * sizeof *sum);
+    } else {
+        uint16_t *y = (uint16_t *)(void *)out;
+        for (int64_t i = 0; i < n; i++) y[i] = ft_bf16_from_f32(sum[i]);
+    }
+}
+
+/* out[count] = the sum over members of elements first..first+count-1 of what they posted: in rank
+   order, in fp32, rounded once. out may be this member's own part: a block is read before it is
+   written. */
+static void ft__sum(const ft_group *g, int64_t first, int64_t count, char *out)
+{
+    float sum[FT__SUM_BLOCK];
+    ft_dtype dtype = g->comm->posts[g->rank].dtype;
+    int64_t width = (int64_t)ft_dtype_bytes(dtype);
+    for (int64_t at = 0; at < count; at += FT__SUM_BLOCK) {
+        int64_t n = count - at < FT__SUM_BLOCK ? count - at : FT__SUM_BLOCK;
+        memset(sum, 0, (size_t)n * sizeof *sum);
+        for (int r = 0; r < g->n; r++) {
+            ft__sum_add(sum, g->comm->posts[r].in + (first + at) * width, dtype, n);
+        }
+        ft__sum_store(out + at * width, sum, dtype, n);
+    }
+}
+
+/* The part of `elems` that member r reduces in an all-reduce. They need not divide evenly: the
+   first elems % R members have one element more. */
+static void ft__chunk(int64_t elems, int n, int r, int64_t *first, int64_t *count)
+{
+    int64_t each = elems / n, more = elems % n;
+    *first = each * r + (r < more ? r : more);
+    *count = each + (r < more ? 1 : 0);
+}
+
+static void ft__move_all_gather(const ft_group *g, const ft__post *own)
+{
+    size_t slot = (size_t)(own->elems / g->n) * ft_dtype_bytes(own->dtype);
+    for (int r = 0; r < g->n; r++) {
+        const char *from = g->comm->posts[r].in;
+        char *to = own->out + (size_t)r * slot;
+        if (to != from) memcpy(to, from, slot);
+    }
+}
+
+static void ft__move_all_reduce(ft_group *g, const ft__post *own)
+{
+    int64_t width = (int64_t)ft_dtype_bytes(own->dtype), first, count;
+    ft__chunk(own->elems, g->n, g->rank, &first, &count);
+    ft__sum(g, first, count, own->out + first * width);
+    ft__pass(g);
+    for (int r = 0; r < g->n; r++) {
+        ft__chunk(own->elems, g->n, r, &first, &count);
+        if (r == g->rank || count == 0) continue;
+        memcpy(own->out + first * width, g->comm->posts[r].in + first * width,
+               (size_t)(count * width));
+    }
+}
+
+/* A group of one: its only slot is the whole. */
+static void ft__move_alone(const ft__post *own)
+{
+    if (own->kind != FT_ALL_GATHER && own->kind != FT_REDUCE_SCATTER) return;
+    if (own->out != own->in) {
+        memcpy(own->out, own->in, (size_t)own->elems * ft_dtype_bytes(own->dtype));
+    }
+}
+
+typedef struct ft__job {
+    ft_group *group;
+    ft__post post;
+} ft__job;
+
+/* A collective, on its stream's thread. */
+static ft_status ft__collective_task(void *arg)
+{
+    ft__job *job = (ft__job *)arg;
+    ft_group *g = job->group;
+    const ft__post *own = &job->post;
+    ft__delay(g->ctx);
+    if (g->n == 1) {
+        ft__move_alone(own);
+        return FT_OK;
+    }
+    FT_TRY(ft__meet(g, own));
+    if (own->kind == FT_ALL_GATHER) {
+        ft__move_all_gather(g, own);
+    } else if (own->kind == FT_REDUCE_SCATTER) {
+        int64_t count = own->elems / g->n;
+        ft__sum(g, count * g->rank, count, own->out);
+    } else if (own->kind == FT_ALL_REDUCE) {
+        ft__move_all_reduce(g, own);
+    } else if (own->kind == FT_BROADCAST && g->rank != own->root) {
+        memcpy(own->out, g->comm->posts[own->root].in,
+               (size_t)own->elems * ft_dtype_bytes(own->dtype));
+    }
+    if (own->kind != FT_BARRIER) ft__pass(g);
+    ft__comm_leave(g);
+    return FT_OK;
+}
+
+/* -- calls: checked and counted on the host, on meta too -- */
+
+static ft_status ft__collective_check(const ft_group *g, const ft_stream *stream,
+                                      ft_collective kind)
+{
+    if (!g) return ft_error(FT_ERR_ARG, "%s: group is NULL", ft_collective_name(kind));
+    if (stream && stream->ctx == g->ctx) return FT_OK;
+    return ft_error(FT_ERR_ARG, "%s on group \"%s\": the stream %s", ft_collective_name(kind),
+                    g->name, stream ? "belongs to another rank" : "is NULL");
+}
+
+static ft_status ft__operand_check(const ft_group *g, ft_collective kind, const char *role,
+                                   const ft_tensor *t)
+{
+    const char *op = ft_collective_name(kind);
+    if (!t) return ft_error(FT_ERR_ARG, "%s on group \"%s\": %s is NULL", op, g->name, role);
+    if (t->ctx != g->ctx) {
+        return ft_error(FT_ERR_ARG, "%s on group \"%s\": %s belongs to another rank", op, g->name,
+                        role);
+    }
+    if (ft_tensor_present(t)) return FT_OK;
+    return ft_error(FT_ERR_STATE, "%s on group \"%s\": %s%s%s has no storage now: it was freed, "
+                    "dropped or not gathered", op, g->name, role, t->name ? " " : "",
+                    t->name ? t->name : "");
+}
+
+static ft_status ft__sum_check(const ft_group *g, ft_collective kind, ft_dtype dtype)
+{
+    if (dtype == FT_F32 || dtype == FT_BF16) return FT_OK;
+    return ft_error(FT_ERR_UNSUPPORTED, "%s on group \"%s\": sums of %s are not defined; use fp32 "
+                    "or bf16", ft_collective_name(kind), g->name, ft_dtype_name(dtype));
+}
+
+/* The tensor at the bottom of a view and the element of it at which the view begins. They tell on
+   every device, also without storage, whether two tensors share memory. */
+static const ft_tensor *ft__view_root(const ft_tensor *t, int64_t *first)
+{
+    *first = 0;
+    for (; t->base; t = t->base) *first += t->offset_elems;
+    return t;
+}
+
+/* The elements by which b begins after a in shared memory; 0 as the result when they share none. */
+static int ft__overlap(const ft_tensor *a, const ft_tensor *b, int64_t *distance)
+{
+    int64_t first_a, first_b;
+    if (ft__view_root(a, &first_a) != ft__view_root(b, &first_b)) return 0;
+    *distance = first_b - first_a;
+    return first_b < first_a + ft_numel(a) && first_a < first_b + ft_numel(b);
+}
+
+/* full holds R shards; where the two share memory, shard is exactly this rank's slot. */
+static ft_status ft__shard_check(const ft_group *g, ft_collective kind, const ft_tensor *full,
+                                 const ft_tensor *shard)
+{
+    const char *op = ft_collective_name(kind);
+    int64_t n = ft_numel(shard), distance = 0;
+    FT_TRY(ft__operand_check(g, kind, "full", full));
+    if (full->dtype != shard->dtype) {
+        return ft_error(FT_ERR_SHAPE, "%s on group \"%s\": full is %s, shard is %s; they must be "
+                        "of one dtype", op, g->name, ft_dtype_name(full->dtype),
+                        ft_dtype_name(shard->dtype));
+    }
+    if (ft_numel(full) % g->n != 0 || ft_numel(full) / g->n != n) {
+        return ft_error(FT_ERR_SHAPE, "%s on group \"%s\": full has %lld elements, it must have "
+                        "%d ranks x %lld of the shard", op, g->name, (long long)ft_numel(full),
+                        g->n, (long long)n);
+    }
+    if (!ft__overlap(full, shard, &distance) || distance == n * g->rank) return FT_OK;
+    return ft_error(FT_ERR_ARG, "%s on group \"%s\": shard overlaps full at element %lld; in "
+                    "place it must be the slot of group rank %d, which begins at %lld", op,
+                    g->name, (long long)distance, g->rank, (long long)(n * g->rank));
+}
+
+static ft_status ft__collective(ft_group *g, ft_stream *stream, const ft__post *post,
+                                int64_t sent_bytes)
+{
+    ft__job job;
+    job.group = g;
+    job.post = *post;
+    g->last = stream;
+    g->traffic.calls[post->kind]++;
+    g->traffic.sent_bytes[post->kind] += sent_bytes;
+    return ft_stream_run(stream, ft__collective_task, &job, sizeof job);
+}
+
+static ft__post ft__post_make(ft_collective kind, const ft_tensor *whole, const ft_tensor *in,
+                              const ft_tensor *out)
+{
+    ft__post post;
+    memset(&post, 0, sizeof post);
+    post.kind = (int)kind;
+    post.dtype = whole->dtype;
+    post.elems = ft_numel(whole);
+    post.in = (const char *)ft_data(in);
+    post.out = (char *)ft_data(out);
+    return post;
+}
+
+ft_status ft_all_gather(ft_group *group, ft_stream *stream, const ft_tensor *shard,
+                        ft_tensor *full)
+{
+    FT_TRY(ft__collective_check(group, stream, FT_ALL_GATHER));
+    FT_TRY(ft__operand_check(group, FT_ALL_GATHER, "shard", shard));
+    FT_TRY(ft__shard_check(group, FT_ALL_GATHER, full, shard));
+    ft__post post = ft__post_make(FT_ALL_GATHER, full, shard, full);
+    return ft__collective(group, stream, &post, (int64_t)ft_bytes(shard) * (group->n - 1));
+}
+
+ft_status ft_reduce_scatter(ft_group *group, ft_stream *stream, const ft_tensor *full,
+                            ft_tensor *shard)
+{
+    FT_TRY(ft__collective_check(group, stream, FT_REDUCE_SCATTER));
+    FT_TRY(ft__operand_check(group, FT_REDUCE_SCATTER, "shard", shard));
+    FT_TRY(ft__shard_check(group, FT_REDUCE_SCATTER, full, shard));
+    FT_TRY(ft__sum_check(group, FT_REDUCE_SCATTER, full->dtype));
+    ft__post post = ft__post_make(FT_REDUCE_SCATTER, full, full, shard);
+    return ft__collective(group, stream, &post, (int64_t)ft_bytes(shard) * (group->n - 1));
+}
+
+/* Counted as sent: each of the two passes moves every chunk but this rank's own past it, so
+   2 (N - own chunk) bytes. That is 2 N (R-1)/R where R divides the elements, and in any case
+   2 N (R-1) over all ranks together. */
+ft_status ft_all_reduce(ft_group *group, ft_stream *stream, ft_tensor *tensor)
+{
+    FT_TRY(ft__collective_check(group, stream, FT_ALL_REDUCE));
+    FT_TRY(ft__operand_check(group, FT_ALL_REDUCE, "tensor", tensor));
+    FT_TRY(ft__sum_check(group, FT_ALL_REDUCE, tensor->dtype));
+    ft__post post = ft__post_make(FT_ALL_REDUCE, tensor, tensor, tensor);
+    int64_t first, count;
+    ft__chunk(post.elems, group->n, group->rank, &first, &count);
+    return ft__collective(group, stream, &post,
+                          2 * (post.elems - count) * (int64_t)ft_dtype_bytes(post.dtype));
+}
+
+ft_status ft_broadcast(ft_group *group, ft_stream *stream, ft_tensor *tensor, int root)
+{
+    FT_TRY(ft__collective_check(group, stream, FT_BROADCAST));
+    FT_TRY(ft__operand_check(group, FT_BROADCAST, "tensor", tensor));
+    if (root < 0 || root >= group->n) {
+        return ft_error(FT_ERR_ARG, "broadcast on group \"%s\": root %d is outside its %d ranks",
+                        group->name, root, group->n);
+    }
+    ft__post post = ft__post_make(FT_BROADCAST, tensor, tensor, tensor);
+    post.root = root;
+    int64_t sent = group->rank == root ? (int64_t)ft_bytes(tensor) * (group->n - 1) : 0;
+    return ft__collective(group, stream, &post, sent);
+}
+
+ft_status ft_barrier(ft_group *group, ft_stream *stream)
+{
+    FT_TRY(ft__collective_check(group, stream, FT_BARRIER));
+    ft__post post;
+    memset(&post, 0, sizeof post);
+    post.kind = FT_BARRIER;
+    return ft__collective(group, stream, &post, 0);
+}
+
+/* Runs in the caller's thread. The group's earlier work is waited for, so that its order holds. */
+ft_status ft_agree(ft_group *group, const char *what, uint64_t value)
+{
+    if (!group || !what)
+{
+        return ft_error(FT_ERR_ARG, "ft_agree: %s is NULL", group ? "what" : "group");
+    }
+    if (group->ctx->device == FT_META) return FT_OK;
+    FT_TRY(ft_stream_sync(ft_stream_get(group->ctx, FT_STREAM_COMPUTE)));
+    if (group->last) FT_TRY(ft_stream_sync(group->last));
+    if (group->n == 1) return FT_OK;
+    ft__post post;
+    memset(&post, 0, sizeof post);
+    post.kind = FT__AGREE;
+    post.what = what;
+    post.value = value;
+    ft__delay(group->ctx);
+    FT_TRY(ft__meet(group, &post));
+    ft__comm_leave(group);
+    return FT_OK;
+}
+
+/* -- exchange: sends go to the receivers' inboxes, and receives take them out -- */
+
+typedef struct ft__exchange { /* its messages follow */
+    ft_group *group;
+    int64_t n;
+} ft__exchange;
+
+static void ft__message_text(char *text, const ft__comm *c, const ft__message *m)
+{
+    int own = m->is_send ? m->from : m->to, peer = m->is_send ? m->to : m->from;
+    ft__append(text, "rank %d %s %lld %s elements %s rank %d", c->ranks[own],
+               m->is_send ? "sends" : "receives", (long long)m->elems, ft_dtype_name(m->dtype),
+               m->is_send ? "to" : "from", c->ranks[peer]);
+}
+
+/* One wait for the peer of `m`, or the reason why waiting is in vain. World locked. A peer that
+   waits in `meet` waits for this member too, in another call: neither would ever go on. */
+static ft_status ft__exchange_wait(ft_group *g, const ft__message *m,
+                                   const struct timespec *deadline, int *expired)
+{
+    ft__comm *c = g->comm;
+    ft__world *world = g->ctx->world;
+    int peer = m->is_send ? m->to : m->from;
+    char text[FT__TEXT_BYTES] = "";
+    if (c->failed != FT_OK) return ft__comm_error(c);
+    if (world->aborted) return ft__abort_error(world, g->ctx->rank);
+    if (!c->arrived[peer] && !world->ended[c->ranks[peer]] && !*expired) {
+        *expired = pthread_cond_timedwait(&c->wake, &world->lock, deadline) == ETIMEDOUT;
+        return FT_OK;
+    }
+    ft__message_text(text, c, m);
+    if (c->arrived[peer]) {
+        ft__append(text, ", which is in ");
+        ft__post_text(text, &c->posts[peer]);
+        ft__append(text, "; every member must make the same calls");
+        return ft__comm_fail(g, FT_ERR_COMM, text);
+    }
+    if (world->ended[c->ranks[peer]]) {
+        ft__append(text, ", but rank %d ended without joining the exchange", c->ranks[peer]);
+        return ft__comm_fail(g, FT_ERR_COMM, text);
+    }
+    ft__append(text, ", which did not %s within %g s; it is stuck, slower than timeout_s, or has "
+               "skipped this call", m->is_send ? "receive" : "send", g->ctx->config.timeout_s);
+    return ft__comm_fail(g, FT_ERR_TIMEOUT, text);
+}
+
+static void ft__message_post(ft__comm *c, ft__message *m)
+{
+    ft__message **at = &c->inbox[m->to];
+    while (*at) at = &(*at)->next;
+    m->next = NULL;
+    *at = m;
+}
+
+/* Takes m out of its inbox, if it is there. */
+static void ft__message_unlink(ft__comm *c, ft__message *m)
+{
+    ft__message **at = &c->inbox[m->to];
+    while (*at && *at != m) at = &(*at)->next;
+    if (*at) *at = m->next;
+}
+
+/* Where the oldest message for `m` is. */
+static ft__message *ft__message_find(const ft__comm *c, const ft__message *m)
+{
+    ft__message *found = c->inbox[m->to];
+    while (found && found->from != m->from) found = found->next;
+    return found;
+}
+
+/* Receives m. World locked, but not while the data moves: the sender cannot withdraw a message that
+   is being read. */
+static ft_status ft__message_receive(ft_group *g, ft__message *m)
+{
+    ft__comm *c = g->comm;
+    struct timespec deadline = ft__deadline(g->ctx->config.timeout_s);
+    int expired = 0;
+    ft__message *sent;
+    while (!(sent = ft__message_find(c, m))) {
+        FT_TRY(ft__exchange_wait(g, m, &deadline, &expired));
+    }
+    if (sent->elems != m->elems || sent->dtype != m->dtype) {
+        char text[FT__TEXT_BYTES] = "ranks disagree; ";
+        ft__message_text(text, c, sent);
+        ft__append(text, "; ");
+        ft__message_text(text, c, m);
+        return ft__comm_fail(g, FT_ERR_COMM, text);
+    }
+    ft__message_unlink(c, sent);
+    sent->state = FT__READING;
+    pthread_mutex_unlock(&g->ctx->world->lock);
+    memcpy(m->data, sent->data, (size_t)m->elems * ft_dtype_bytes(m->dtype));
+    pthread_mutex_lock(&g->ctx->world->lock);
+    sent->state = FT__READ;
+    pthread_cond_broadcast(&c->wake);
+    return FT_OK;
+}
+
+/* Waits until a message of ours was read. After a failure the unread ones are taken back. */
+static ft_status ft__message_finish(ft_group *g, ft__message *m, ft_status status)
+{
+    ft__comm *c = g->comm;
+    struct timespec deadline = ft__deadline(g->ctx->config.timeout_s);
+    int expired = 0;
+    while (m->state == FT__UNREAD && status == FT_OK) {
+        status = ft__exchange_wait(g, m, &deadline, &expired);
+    }
+    if (m->state == FT__UNREAD) ft__message_unlink(c, m);
+    while (m->state == FT__READING) pthread_cond_wait(&c->wake, &g->ctx->world->lock);
+    return status;
+}
+
+static ft_status ft__exchange_locked(ft_group *g, ft__message *messages, int64_t n)
+{
+    ft__comm *c = g->comm;
+    FT_TRY(ft__comm_enter(g));
+    c->exchanging++;
+    for (int64_t i = 0; i < n; i++) {
+        if (messages[i].is_send) ft__message_post(c, &messages[i]);
+    }
+    pthread_cond_broadcast(&c->wake);
+    ft_status status = FT_OK;
+    for (int64_t i = 0; i < n && status == FT_OK; i++) {
+        if (!messages[i].is_send) status = ft__message_receive(g, &messages[i]);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        if (messages[i].is_send) status = ft__message_finish(g, &messages[i], status);
+    }
+    c->exchanging--;
+    c->busy[g->rank] = 0;
+    return status;
+}
+
+static ft_status ft__exchange_task(void *arg)
+{
+    ft__exchange *x = (ft__exchange *)arg;
+    ft_group *g = x->group;
+    ft__delay(g->ctx);
+    pthread_mutex_lock(&g->ctx->world->lock);
+    ft_status status = ft__exchange_locked(g, (ft__message *)(void *)(x + 1), x->n);
+    pthread_mutex_unlock(&g->ctx->world->lock);
+    return status;
+}
+
+/* Each op's peer and tensor; no receive may overlap another op's tensor; a rank's messages to
+   itself must find their receives in the same call. */
+static ft_status ft__exchange_check(const ft_group *g, int n, const ft_p2p *ops)
+{
+    int to_self = 0;
+    int64_t distance;
+    if (n < 0 || (n > 0 && !ops)) {
+        return ft_error(FT_ERR_ARG, "exchange on group \"%s\": %d ops%s", g->name, n,
+                        ops ? "" : ", ops is NULL");
+    }
+    for (int i = 0; i < n; i++) {
+        if (ops[i].peer < 0 || ops[i].peer >= g->n) {
+            return ft_error(FT_ERR_ARG, "exchange on group \"%s\": op %d has peer %d, outside its "
+                            "%d ranks", g->name, i, ops[i].peer, g->n);
+        }
+        FT_TRY(ft__operand_check(g, FT_SEND, ops[i].is_send ? "sent tensor" : "received tensor",
+                                 ops[i].tensor));
+        if (ops[i].peer == g->rank) to_self += ops[i].is_send ? 1 : -1;
+        for (int j = 0; j < i; j++) {
+            if (ops[i].is_send && ops[j].is_send) continue;
+            if (!ft__overlap(ops[i].tensor, ops[j].tensor, &distance)) continue;
+            return ft_error(FT_ERR_ARG, "exchange on group \"%s\": the tensors of ops %d and %d "
+                            "overlap, and one of them is received", g->name, j, i);
+        }
+    }
+    if (to_self == 0) return FT_OK;
+    return ft_error(FT_ERR_ARG, "exchange on group \"%s\": this rank's sends to itself and "
+                    "receives from itself differ in number by %d", g->name, to_self);
+}
+
+/* Fills in the messages and counts the sends. What a rank sends itself is on no wire: 0 bytes. */
+static void ft__exchange_fill(ft_group *g, int n, const ft_p2p *ops, ft__message *messages)
+{
+    for (int i = 0; i < n; i++)
+{
+        ft__message *m = &messages[i];
+        m->is_send = ops[i].is_send != 0;
+        m->from = m->is_send ? g->rank : ops[i].peer;
+        m->to = m->is_send ? ops[i].peer : g->rank;
+        m->dtype = ops[i].tensor->dtype;
+        m->elems = ft_numel(ops[i].tensor);
+        m->data = (char *)ft_data(ops[i].tensor);
+        if (!m->is_send) continue;
+        g->traffic.calls[FT_SEND]++;
+        if (m->to != g->rank) g->traffic.sent_bytes[FT_SEND] += (int64_t)ft_bytes(ops[i].tensor);
+    }
+}
+
+ft_status ft_exchange(ft_group *group, ft_stream *stream, int n, const ft_p2p *ops)
+{
+    FT_TRY(ft__collective_check(group, stream, FT_SEND));
+    FT_TRY(ft__exchange_check(group, n, ops));
+    size_t bytes = sizeof(ft__exchange) + (size_t)n * sizeof(ft__message);
+    ft__exchange *x = (ft__exchange *)ft__zalloc(bytes);
+    if (!x) {
+        return ft_error(FT_ERR_OOM, "exchange on group \"%s\": no %zu bytes of host memory",
+                        group->name, bytes);
+    }
+    x->group = group;
+    x->n = n;
+    ft__exchange_fill(group, n, ops, (ft__message *)(void *)(x + 1));
+    group->last = stream;
+    ft_status status = ft_stream_run(stream, ft__exchange_task, x, bytes);
+    FT_FREE(x);
+    return status;
+}
+
+/* ------------------------------------------------------------------------------- >>memory.impl */
+
+struct ft_storage {
+    ft_ctx *ctx;
+    void *data;            /* aligned to 64; NULL on meta */
+    void *block;           /* what FT_FREE takes back */
+    size_t request_bytes, accounted_bytes;
+    ft_tag tag;
+    int refs;              /* tensors that share it: gradients passed through, storage taken over */
+    ft_storage *prev, *next;
+};
+
+struct ft__memory {
+    ft_mem_stats stats;
+    int64_t moments;       /* allocations so far */
+    ft_mem_event *events;
+    int64_t n_events, cap_events;
+};
+
+static const char *const ft__tag_names[FT_TAG_COUNT] = {
+    "param", "grad", "optim", "act", "gather", "comm", "workspace", "other"
+};
+
+FT_API const char *ft_tag_name(ft_tag tag)
+{
+    return (unsigned)tag < FT_TAG_COUNT ? ft__tag_names[tag] : "?";
+}
+
+FT_API size_t ft_accounted_bytes(size_t bytes)
+{
+    if (bytes > SIZE_MAX - FT_ALIGN_BYTES) return SIZE_MAX / FT_ALIGN_BYTES * FT_ALIGN_BYTES;
+    return (bytes + FT_ALIGN_BYTES - 1) / FT_ALIGN_BYTES * FT_ALIGN_BYTES;
+}
+
+static ft_status ft__memory_begin(ft_ctx *ctx)
+{
+    ctx->memory = (ft__memory *)FT_MALLOC(sizeof *ctx->memory);
+    if (!ctx->memory) return ft_error(FT_ERR_OOM, "no host memory for the allocator's books");
+    memset(ctx->memory, 0, sizeof *ctx->memory);
+    ctx->where_segment = -1;
+    if (ctx->config.probe) ft__probe_attach(ctx);
+    return FT_OK;
+}
+
+FT_API void ft_mem_get(const ft_ctx *ctx, ft_mem_stats *stats) { *stats = ctx->memory->stats; }
+
+FT_API void ft_mem_reset_peak(ft_ctx *ctx)
+{
+    ft_mem_stats *s = &ctx->memory->stats;
+    s->peak_bytes = s->live_bytes;
+    memcpy(s->at_peak, s->live, sizeof s->live);
+    memcpy(s->highest, s->live, sizeof s->live);
+    s->peak_moment = ctx->memory->moments;
+    s->peak_where[0] = 0;
+}
+
+FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events)
+{
+    *events = ctx->memory->events;
+    return ctx->memory->n_events;
+}
+
+static ft_status ft__timeline_add(ft_ctx *ctx, const ft_storage *st, int64_t delta)
+{
+    ft__memory *m = ctx->memory;
+    if (m->n_events == m->cap_events) {
+        int64_t cap = m->cap_events ? 2 * m->cap_events : 1024;
+        ft_mem_event *grown = (ft_mem_event *)FT_MALLOC((size_t)cap * sizeof *grown);
+        if (!grown) return ft_error(FT_ERR_OOM, "no host memory for the timeline: %lld events",
+                                    (long long)cap);
+        if (m->events) memcpy(grown, m->events, (size_t)m->n_events * sizeof *grown);
+        if (m->events) FT_FREE(m->events);
+        m->events = grown;
+        m->cap_events = cap;
+    }
+    ft_mem_event *e = &m->events[m->n_events++];
+    e->delta_bytes = delta;
+    e->live_bytes = m->stats.live_bytes;
+    e->request_bytes = st->request_bytes;
+    e->tag = st->tag;
+    e->segment = ctx->where_segment;
+    e->op = ctx->where_op ? ctx->where_op : "";
+    e->phase = ctx->where_phase ? ctx->where_phase : "";
+    return FT_OK;
+}
+
+static void ft__account_peak(ft_ctx *ctx)
+{
+    ft_mem_stats *s = &ctx->memory->stats;
+    if (s->live_bytes <= s->peak_bytes) return;
+    s->peak_bytes = s->live_bytes;
+    memcpy(s->at_peak, s->live, sizeof s->live);
+    s->peak_moment = ctx->memory->moments;
+    snprintf(s->peak_where, sizeof s->peak_where, "%s%s%s%s%s", ctx->where_phase ? ctx->where_phase : "",
+             ctx->where_phase && *ctx->where_phase ? " " : "", ctx->where_op ? ctx->where_op : "",
+             ctx->where_segment_name ? " in " : "",
+             ctx->where_segment_name ? ctx->where_segment_name : "");
+}
+
+/* Books an allocation. The limit is checked on the accounted size: what a plan says fits, fits. */
+static ft_status ft__account_alloc(ft_ctx *ctx, ft_storage *st)
+{
+    ft_mem_stats *s = &ctx->memory->stats;
+    size_t limit = ctx->config.memory_limit;
+    if (st->accounted_bytes > SIZE_MAX / 2 - s->live_bytes ||
+        (limit && s->live_bytes + st->accounted_bytes > limit))
+        return ft_error(FT_ERR_OOM, "%zu bytes (%s, for %s) do not fit: %zu live of a limit of %zu; "
+                        "a smaller micro-batch, more recomputation or a higher ZeRO stage would help",
+                        st->accounted_bytes, ft_tag_name(st->tag),
+                        ctx->where_op ? ctx->where_op : "a tensor", s->live_bytes, limit);
+    s->live_bytes += st->accounted_bytes;
+    s->live[st->tag] += st->accounted_bytes;
+    if (s->live[st->tag] > s->highest[st->tag]) s->highest[st->tag] = s->live[st->tag];
+    ctx->memory->moments++;
+    ft__account_peak(ctx);
+    if (ctx->probe) ft__probe_live(ctx);
+    if (ctx->config.timeline) return ft__timeline_add(ctx, st, (int64_t)st->accounted_bytes);
+    return FT_OK;
+}
+
+static ft_status ft__storage_create(ft_ctx *ctx, size_t bytes, ft_tag tag, ft_storage **out)
+{
+    ft_storage *st = (ft_storage *)FT_MALLOC(sizeof *st);
+    if (!st) return ft_error(FT_ERR_OOM, "no host memory for a storage record");
+    memset(st, 0, sizeof *st);
+    st->ctx = ctx;
+    st->request_bytes = bytes;
+    st->accounted_bytes = ft_accounted_bytes(bytes);
+    st->tag = tag;
+    st->refs = 1;
+    if (ctx->device == FT_CPU) {
+        st->block = FT_MALLOC(bytes + 63);
+        if (!st->block) {
+            FT_FREE(st);
+            return ft_error(FT_ERR_OOM, "the machine has no %zu bytes for %s (%s)", bytes,
+                            ctx->where_op ? ctx->where_op : "a tensor", ft_tag_name(tag));
+        }
+        st->data = (void *)(((uintptr_t)st->block + 63) / 64 * 64);
+    }
+    ft_status status = ft__account_alloc(ctx, st);
+    if (status != FT_OK) {
+        if (st->block) FT_FREE(st->block);
+        FT_FREE(st);
+        return status;
+    }
+    st->next = ctx->storages;
+    if (st->next) st->next->prev = st;
+    ctx->storages = st;
+    *out = st;
+    return FT_OK;
+}
+
+typedef struct ft__free_task { void *block, *data; size_t bytes; int poison; } ft__free_task;
+
+/* With streams as threads freed memory is overwritten first: whoever reads it without having waited
+   finds NaN, not the old value. */
+static ft_status ft__free_run(void *arg)
+{
+    ft__free_task *task = (ft__free_task *)arg;
+    if (task->poison) memset(task->data, 0xff, task->bytes);
+    FT_FREE(task->block);
+    return FT_OK;
+}
+
+/* One reference less. The last one gives the bytes back: in the books at once, because the program
+   decided it; in memory after the work that is queued on `last`, because that may still read it. */
+static void ft__storage_release(ft_storage *st, ft_stream *last)
+{
+    ft_ctx *ctx = st->ctx;
+    if (--st->refs > 0) return;
+    ft_mem_stats *s = &ctx->memory->stats;
+    s->live_bytes -= st->accounted_bytes;
+    s->live[st->tag] -= st->accounted_bytes;
+    if (ctx->config.timeline) (void)ft__timeline_add(ctx, st, -(int64_t)st->accounted_bytes);
+    if (st->block) {
+        ft__free_task task;
+        task.block = st->block;
+        task.data = st->data;
+        task.bytes = st->request_bytes;
+        task.poison = ft__async(ctx);
+        if (ft__stream_run_always(last, ft__free_run, &task, sizeof task) != FT_OK) {
+            (void)ft_stream_sync(last); /* no memory to queue the free: wait, then free here */
+            (void)ft__free_run(&task);
+        }
+    }
+    if (st->prev) st->prev->next = st->next; else ctx->storages = st->next;
+    if (st->next) st->next->prev = st->prev;
+    FT_FREE(st);
+}
+
+/* ------------------------------------------------------------------------------ >>kernels.impl */
+
+/* CPU code. Elements are loaded to fp32, computed in fp32 and rounded once where they are stored.
+   Loops over a row are plain, so that compilers vectorise them. */
+
+static float ft__load(const void *data, ft_dtype t, int64_t i)
+{
+    return t == FT_BF16 ? ft_f32_from_bf16(((const uint16_t *)data)[i]) : ((const float *)data)[i];
+}
+
+/* accumulate: adds to what is there, in fp32, with one rounding of the sum. */
+static void ft__store(void *data, ft_dtype t, int64_t i, float value, int accumulate)
+{
+    if (accumulate) value += ft__load(data, t, i);
+    if (t == FT_BF16) ((uint16_t *)data)[i] = ft_bf16_from_f32(value);
+    else ((float *)data)[i] = value;
+}
+
+static void ft__load_row(float *to, const void *data, ft_dtype t, int64_t first, int64_t n)
+{
+    if (t == FT_BF16) {
+        const uint16_t *from = (const uint16_t *)data + first;
+        for (int64_t i = 0; i < n; i++) to[i] = ft_f32_from_bf16(from[i]);
+    } else {
+        memcpy(to, (const float *)data + first, (size_t)n * sizeof *to);
+    }
+}
+
+static void ft__store_row(void *data, ft_dtype t, int64_t first, int64_t n, const float *from,
+                          int accumulate)
+{
+    if (t == FT_BF16) {
+        uint16_t *to = (uint16_t *)data + first;
+        if (accumulate)
+            for (int64_t i = 0; i < n; i++)
+                to[i] = ft_bf16_from_f32(ft_f32_from_bf16(to[i]) + from[i]);
+        else
+            for (int64_t i = 0; i < n; i++) to[i] = ft_bf16_from_f32(from[i]);
+    } else {
+        float *to = (float *)data + first;
+        if (accumulate)
+            for (int64_t i = 0; i < n; i++) to[i] += from[i];
+        else
+            memmove(to, from, (size_t)n * sizeof *to);
+    }
+}
+
+/* e^x without a branch, so that a loop over it vectorises. x = n ln 2 + r with |r| <= ln 2 / 2; a
+   polynomial gives e^r; 2^n is applied in two factors, so that results reach down to denormals and
+   up to infinity. Relative error about 1e-7; NaN stays NaN. */
+static float ft__expf(float x)
+{
+    const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds; the low bits count */
+    float t = x < -104.0f ? -104.0f : x;
+    t = t > 89.0f ? 89.0f : t;
+    float z = t * 1.44269504f + magic;
+    float n = z - magic;
+    float r = (t - n * 0.693145752f) - n * 1.42860682e-6f; /* ln 2 in two parts, the first exact */
+    float p = 1.98412698e-4f;
+    p = p * r + 1.38888889e-3f;
+    p = p * r + 8.33333333e-3f;
+    p = p * r + 4.16666667e-2f;
+    p = p * r + 1.66666667e-1f;
+    p = p * r + 0.5f;
+    p = p * r * r + r + 1.0f;
+    uint32_t bits, half_bits, rest_bits;
+    float half, rest;
+    memcpy(&bits, &z, 4);
+    uint32_t k = bits - 0x4b400000u;                      /* n, modulo 2^32 */
+    uint32_t h = ((k + 512u) >> 1) - 256u;                /* floor(n / 2) */
+    half_bits = (h + 127u) << 23;
+    rest_bits = (k - h + 127u) << 23;
+    memcpy(&half, &half_bits, 4);
+    memcpy(&rest, &rest_bits, 4);
+    return p * half * rest;
+}
+
+static void ft__exp_row(float *x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) x[i] = ft__expf(x[i]);
+}
+
+/* Elements, rows (the product of all dimensions but the last) and columns (the last). */
+static int64_t ft__view_elems(const ft_view *v)
+{
+    int64_t n = 1;
+    for (int i = 0; i < v->ndim; i++) n *= v->shape[i];
+    return n;
+}
+
+static int64_t ft__view_rows(const ft_view *v)
+{
+    int64_t n = 1;
+    for (int i = 0; i + 1 < v->ndim; i++) n *= v->shape[i];
+    return n;
+}
+
+static int64_t ft__view_cols(const ft_view *v)
+{
+    return v->ndim > 0 ? v->shape[v->ndim - 1] : 1;
+}
+
+/* "bf16 [2,3]" for messages; "absent" where there is none. Returns text. */
+static const char *ft__view_text(const ft_view *v, char *text, size_t n)
+{
+    if (!v->present) {
+        (void)snprintf(text, n, "absent");
+        return text;
+    }
+    int used = snprintf(text, n, "%s [", ft_dtype_name(v->dtype));
+    for (int i = 0; i < v->ndim && used > 0 && (size_t)used < n; i++) {
+        int more = snprintf(text + used, n - (size_t)used, i ? ",%lld" : "%lld",
+                            (long long)v->shape[i]);
+        if (more < 0) break;
+        used += more;
+    }
+    if (used > 0 && (size_t)used < n) (void)snprintf(text + used, n - (size_t)used, "]");
+    return text;
+}
+
+static void *ft__at(void *data, ft_dtype t, int64_t i)
+{
+    return (char *)data + i * (int64_t)ft_dtype_bytes(t);
+}
+
+static const void *ft__at_const(const void *data, ft_dtype t, int64_t i)
+{
+    return (const char *)data + i * (int64_t)ft_dtype_bytes(t);
+}
+
+static int64_t ft__min(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* GEMM: C[m,n] = A[m,k] B[k,n], or C += A B. Operands are fp32 or bf16, sums fp32; a bf16 C is
+   rounded once, after all of k. A's element (i, p) is a[i * a_rs + p * a_cs], B's (p, j) is
+   b[p * b_rs + j * b_cs]; one stride of each is 1, so that transposes cost nothing. Rows of C are
+   contiguous, ldc elements apart. The order of additions depends on the shapes alone. */
+
+#define FT__GEMM_M 512 /* rows and columns of C for which fp32 sums are kept when C is bf16 */
+#define FT__GEMM_N 512
+
+#ifdef FT_CBLAS
+
+#ifndef FORCE_OPENBLAS_COMPLEX_STRUCT
+#define FORCE_OPENBLAS_COMPLEX_STRUCT /* else OpenBLAS brings in <complex.h> and its macro I */
+#endif
+#include <cblas.h>
+
+#if defined(__GNUC__) && defined(__ELF__)
+#ifdef __cplusplus
+extern "C" void openblas_set_num_threads(int threads) __attribute__((weak));
+#else
+extern void openblas_set_num_threads(int threads) __attribute__((weak));
+#endif
+#define FT__BLAS_THREADS 1
+#endif
+
+/* Every rank is a thread already. Weak, because a CBLAS need not be OpenBLAS. */
+static void ft__blas_begin(void)
+{
+#ifdef FT__BLAS_THREADS
+    if (openblas_set_num_threads) openblas_set_num_threads(1);
+#endif
+}
+
+#define FT__GEMM_K 1024 /* of k converted at a time */
+
+/* Workspace: an fp32 block of each operand that is bf16, and the sums of a block of C. */
+static void ft__gemm_parts(int64_t m, int64_t n, int64_t k, ft_dtype ta, ft_dtype tb, ft_dtype tc,
+                           size_t part[3])
+{
+    size_t bm = (size_t)ft__min(m, FT__GEMM_M), bn = (size_t)ft__min(n, FT__GEMM_N);
+    size_t bk = (size_t)ft__min(k, FT__GEMM_K);
+    part[0] = ta == FT_BF16 ? (bm * bk * 4 + 63) / 64 * 64 : 0;
+    part[1] = tb == FT_BF16 ? (bk * bn * 4 + 63) / 64 * 64 : 0;
+    part[2] = tc == FT_BF16 ? (bm * bn * 4 + 63) / 64 * 64 : 0;
+}
+
+static size_t ft__gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, ft_dtype ta, ft_dtype tb,
+                                       ft_dtype tc)
+{
+    size_t part[3];
+    ft__gemm_parts(m, n, k, ta, tb, tc, part);
+    return part[0] + part[1] + part[2];
+}
+
+/* An operand's block [rows, cols] as fp32 for cblas. */
+typedef struct ft__blas_block {
+    const float *data;
+    CBLAS_TRANSPOSE transpose;
+    int64_t ld;
+} ft__blas_block;
+
+static ft__blas_block ft__blas_take(const void *data, ft_dtype t, int64_t at, int64_t rows,
+                                    int64_t cols, int64_t rs, int64_t cs, void *room)
+{
+    ft__blas_block block;
+    int plain = cs == 1;
+    int64_t lines = plain ? rows : cols, length = plain ? cols : rows, ld = plain ? rs : cs;
+    block.transpose = plain ? CblasNoTrans : CblasTrans;
+    if (t == FT_BF16) {
+        float *to = (float *)room;
+        for (int64_t i = 0; i < lines; i++)
+            ft__load_row(to + i * length, data, t, at + i * ld, length);
+        block.data = to;
+        block.ld = length;
+    } else {
+        block.data = (const float *)data + at;
+        block.ld = lines > 1 ? ld : length; /* cblas wants ld >= length even for one line */
+    }
+    return block;
+}
+
+static void ft__blas_call(int64_t m, int64_t n, int64_t k, ft__blas_block a, ft__blas_block b,
+                          float *c, int64_t ldc, int accumulate)
+{
+    cblas_sgemm(CblasRowMajor, a.transpose, b.transpose, (int)m, (int)n, (int)k, 1.0f, a.data,
+                (int)a.ld, b.data, (int)b.ld, accumulate ? 1.0f : 0.0f, c, (int)ldc);
+}
+
+static void ft__gemm(int64_t m, int64_t n, int64_t k, const void *a, ft_dtype ta, int64_t a_rs,
+                     int64_t a_cs, const void *b, ft_dtype tb, int64_t b_rs, int64_t b_cs, void *c,
+                     ft_dtype tc, int64_t ldc, int accumulate, void *workspace)
+{
+    size_t part[3];
+    int all_f32 = ta == FT_F32 && tb == FT_F32 && tc == FT_F32;
+    int64_t bm = all_f32 ? m : FT__GEMM_M, bn = all_f32 ? n : FT__GEMM_N;
+    int64_t bk = all_f32 ? k : FT__GEMM_K;
+    ft__gemm_parts(m, n, k, ta, tb, tc, part);
+    char *room_a = (char *)workspace, *room_b = room_a + part[0];
+    float *sums = (float *)(void *)(room_b + part[1]);
+    for (int64_t i = 0; i < m; i += bm)
+        for (int64_t j = 0; j < n; j += bn) {
+            int64_t mi = ft__min(m - i, bm), nj = ft__min(n - j, bn), at = i * ldc + j;
+            float *to = tc == FT_BF16 ? sums : (float *)c + at;
+            int64_t ld = tc == FT_BF16 ? nj : ldc;
+            for (int64_t p = 0; p < k; p += bk) {
+                int64_t kp = ft__min(k - p, bk);
+                int64_t at_a = i * a_rs + p * a_cs, at_b = p * b_rs + j * b_cs;
+                ft__blas_block x = ft__blas_take(a, ta, at_a, mi, kp, a_rs, a_cs, room_a);
+                ft__blas_block y = ft__blas_take(b, tb, at_b, kp, nj, b_rs, b_cs, room_b);
+                ft__blas_call(mi, nj, kp, x, y, to, ld, p > 0 || (tc != FT_BF16 && accumulate));
+            }
+            if (tc != FT_BF16) continue;
+            for (int64_t r = 0; r < mi; r++)
+                ft__store_row(c, tc, at + r * ldc, nj, sums + r * nj, accumulate);
+        }
+}
+
+#else /* no CBLAS */
+
+static void ft__blas_begin(void) {}
+
+/* Blocks of A and B are packed into panels that the inner kernel reads in order, and stay in cache
+   while they are reused (Goto and van de Geijn 2008): a B panel of K x NR in L1, a block of A of
+   M_PACK x K in L2, a block of B of K x N beyond. The kernel keeps MR x NR sums in registers: NR is
+   two vectors, MR as many as registers allow. */
+#if defined(__GNUC__) && defined(__AVX512F__)
+#define FT__LANES 16
+#define FT__MR 12
+#elif defined(__GNUC__) && defined(__AVX__)
+#define FT__LANES 8
+#define FT__MR 6
+#elif defined(__GNUC__) && defined(__aarch64__)
+#define FT__LANES 4
+#define FT__MR 12
+#elif defined(__GNUC__)
+#define FT__LANES 4
+#define FT__MR 6
+#else
+#define FT__LANES 4
+#define FT__MR 4
+#endif
+#define FT__NR (2 * FT__LANES)
+#define FT__GEMM_K 256
+#define FT__GEMM_M_PACK 96
+#define FT__GEMM_THIN 3 /* up to so many rows packing does not pay */
+
+/* c[MR, NR] = or += packed a[k, MR]^T packed b[k, NR]. */
+#if defined(__GNUC__)
+
+typedef float ft__vec __attribute__((vector_size(4 * FT__LANES)));
+
+/* ISO modes of gcc do not contract a * b + c by themselves. */
+#if defined(__AVX512F__) && !defined(__CUDACC__)
+#include <immintrin.h>
+#define FT__MADD(c, s, b) (c) = _mm512_fmadd_ps(_mm512_set1_ps(s), (b), (c))
+#elif defined(__FMA__) && defined(__AVX__) && !defined(__CUDACC__)
+#include <immintrin.h>
+#define FT__MADD(c, s, b) (c) = _mm256_fmadd_ps(_mm256_set1_ps(s), (b), (c))
+#else
+#define FT__MADD(c, s, b) (c) += (s) * (b)
+#endif
+
+#if FT__MR == 12
+#define FT__ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11)
+#else
+#define FT__ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
+#endif
+#define FT__ROW_ZERO(i) ft__vec p##i = {0}, q##i = {0};
+#define FT__ROW_MADD(i) FT__MADD(p##i, a[i], x); FT__MADD(q##i, a[i], y);
+#define FT__ROW_STORE(i)                                                                           \
+    if (add) {                                                                                     \
+        memcpy(&x, c + (i) * ldc, sizeof x);                                                       \
+        memcpy(&y, c + (i) * ldc + FT__LANES, sizeof y);                                           \
+        p##i += x;                                                                                 \
+        q##i += y;                                                                                 \
+    }                                                                                              \
+    memcpy(c + (i) * ldc, &p##i, sizeof p##i);                                                     \
+    memcpy(c + (i) * ldc + FT__LANES, &q##i, sizeof q##i);
+
+/* Rows are named variables: arrays would not stay in registers at every level of optimisation. */
+static void ft__gemm_micro(int64_t k, const float *a, const float *b, float *c, int64_t ldc,
+                           int add)
+{
+    ft__vec x, y;
+    FT__ROWS(FT__ROW_ZERO)
+    for (int64_t p = 0; p < k; p++, a += FT__MR, b += FT__NR) {
+        memcpy(&x, b, sizeof x);
+        memcpy(&y, b + FT__LANES, sizeof y);
+        FT__ROWS(FT__ROW_MADD)
+    }
+    FT__ROWS(FT__ROW_STORE)
+}
+
+#else
+
+static void ft__gemm_micro(int64_t k, const float *a, const float *b, float *c, int64_t ldc,
+                           int add)
+{
+    float sum[FT__MR * FT__NR];
+    memset(sum, 0, sizeof sum);
+    for (int64_t p = 0; p < k; p++, a += FT__MR, b += FT__NR)
+        for (int i = 0; i < FT__MR; i++)
+            for (int j = 0; j < FT__NR; j++) sum[i * FT__NR + j] += a[i] * b[j];
+    for (int i = 0; i < FT__MR; i++)
+        ft__store_row(c, FT_F32, i * ldc, FT__NR, sum + i * FT__NR, add);
+}
+
+#endif
+
+/* One line of a panel: `width` elements that lie together. The two usual widths as constants. */
+static void ft__gemm_line(float *to, const void *from, ft_dtype t, int64_t at, int64_t width)
+{
+    const uint16_t *half = (const uint16_t *)from + at;
+    if (width != FT__NR) ft__load_row(to, from, t, at, width);
+    else if (t == FT_F32) memcpy(to, (const float *)from + at, FT__NR * sizeof *to);
+    else for (int i = 0; i < FT__NR; i++) to[i] = ft_f32_from_bf16(half[i]);
+}
+
+/* Packs n x k elements (n_stride, k_stride apart, from `at`) as panels [k, width],
+   zeros beyond n. */
+static void ft__gemm_pack(float *to, const void *from, ft_dtype t, int64_t at, int64_t n, int64_t k,
+                          int64_t n_stride, int64_t k_stride, int64_t width)
+{
+    for (int64_t first = 0; first < n; first += width, to += k * width) {
+        int64_t w = ft__min(width, n - first), start = at + first * n_stride;
+        if (w < width) memset(to, 0, (size_t)(k * width) * sizeof *to);
+        if (n_stride == 1) {
+            for (int64_t p = 0; p < k; p++)
+                ft__gemm_line(to + p * width, from, t, start + p * k_stride, w);
+        } else if (t == FT_F32) {
+            for (int64_t i = 0; i < w; i++) {
+                const float *line = (const float *)from + start + i * n_stride;
+                for (int64_t p = 0; p < k; p++) to[p * width + i] = line[p * k_stride];
+            }
+        } else {
+            for (int64_t i = 0; i < w; i++) {
+                const uint16_t *line = (const uint16_t *)from + start + i * n_stride;
+                for (int64_t p = 0; p < k; p++)
+                    to[p * width + i] = ft_f32_from_bf16(line[p * k_stride]);
+            }
+        }
+    }
+}
+
+/* c[m,n] from packed a and b; whole fp32 tiles are written straight, others through a copy. */
+static void ft__gemm_block(int64_t m, int64_t n, int64_t k, const float *a, const float *b, void *c,
+                           ft_dtype tc, int64_t ldc, int add)
+{
+    float tile[FT__MR * FT__NR];
+    for (int64_t j = 0; j < n; j += FT__NR)
+        for (int64_t i = 0; i < m; i += FT__MR) {
+            int64_t rows = ft__min(FT__MR, m - i), cols = ft__min(FT__NR, n - j);
+            int64_t at = i * ldc + j;
+            if (tc == FT_F32 && rows == FT__MR && cols == FT__NR) {
+                ft__gemm_micro(k, a + i * k, b + j * k, (float *)c + at, ldc, add);
+                continue;
+            }
+            ft__gemm_micro(k, a + i * k, b + j * k, tile, FT__NR, 0);
+            for (int64_t r = 0; r < rows; r++)
+                ft__store_row(c, tc, at + r * ldc, cols, tile + r * FT__NR, add);
+        }
+}
+
+/* Workspace: packed A, packed B, and fp32 sums where a bf16 C takes more than one pass over k. */
+static void ft__gemm_parts(int64_t m, int64_t n, int64_t k, ft_dtype tc, size_t part[3])
+{
+    int64_t bm = ft__min(m, FT__GEMM_M_PACK), bn = ft__min(n, FT__GEMM_N);
+    int64_t bk = ft__min(k, FT__GEMM_K);
+    part[0] = (size_t)((bm + FT__MR - 1) / FT__MR * FT__MR * bk * 4 + 63) / 64 * 64;
+    part[1] = (size_t)((bn + FT__NR - 1) / FT__NR * FT__NR * bk * 4 + 63) / 64 * 64;
+    part[2] = tc == FT_BF16 && k > FT__GEMM_K ? (size_t)(ft__min(m, FT__GEMM_M) * bn * 4) : 0;
+    if (m <= FT__GEMM_THIN) part[0] = part[1] = part[2] = 0;
+}
+
+static size_t ft__gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, ft_dtype ta, ft_dtype tb,
+                                       ft_dtype tc)
+{
+    size_t part[3];
+    (void)ta;
+    (void)tb;
+    ft__gemm_parts(m, n, k, tc, part);
+    return part[0] + part[1] + part[2];
+}
+
+static float ft__dot(const float *a, const void *b, ft_dtype t, int64_t at, int64_t n)
+{
+    float part[16], row[16];
+    int64_t i = 0;
+    memset(part, 0, sizeof part);
+    for (; i + 16 <= n; i += 16) {
+        if (t == FT_F32) memcpy(row, (const float *)b + at + i, sizeof row);
+        else
+            for (int l = 0; l < 16; l++)
+                row[l] = ft_f32_from_bf16(((const uint16_t *)b)[at + i + l]);
+        for (int l = 0; l < 16; l++) part[l] += a[i + l] * row[l];
+    }
+    for (; i < n; i++) part[i % 16] += a[i] * ft__load(b, t, at + i);
+    for (int width = 8; width; width /= 2)
+        for (int l = 0; l < width; l++) part[l] += part[l + width];
+    return part[0];
+}
+
+static void ft__axpy(float *to, float factor, const void *b, ft_dtype t, int64_t at, int64_t n)
+{
+    if (t == FT_F32) {
+        const float *row = (const float *)b + at;
+        for (int64_t i = 0; i < n; i++) to[i] += factor * row[i];
+    } else {
+        const uint16_t *row = (const uint16_t *)b + at;
+        for (int64_t i = 0; i < n; i++) to[i] += factor * ft_f32_from_bf16(row[i]);
+    }
+}
+
+/* A few rows: B is read where it lies, once for each of them. */
+static void ft__gemm_thin(int64_t m, int64_t n, int64_t k, const void *a, ft_dtype ta, int64_t a_rs,
+                          int64_t a_cs, const void *b, ft_dtype tb, int64_t b_rs, int64_t b_cs,
+                          void *c, ft_dtype tc, int64_t ldc, int accumulate)
+{
+    float sum[FT__GEMM_N], row[FT__GEMM_K];
+    for (int64_t i = 0; i < m; i++)
+        for (int64_t j = 0; j < n; j += FT__GEMM_N) {
+            int64_t nj = ft__min(n - j, FT__GEMM_N);
+            memset(sum, 0, sizeof sum);
+            for (int64_t p = 0; p < k; p += FT__GEMM_K) {
+                int64_t kp = ft__min(k - p, FT__GEMM_K);
+                for (int64_t q = 0; q < kp; q++)
+                    row[q] = ft__load(a, ta, i * a_rs + (p + q) * a_cs);
+                if (b_cs == 1)
+                    for (int64_t q = 0; q < kp; q++)
+                        ft__axpy(sum, row[q], b, tb, (p + q) * b_rs + j, nj);
+                else
+                    for (int64_t q = 0; q < nj; q++)
+                        sum[q] += ft__dot(row, b, tb, p + (j + q) * b_cs, kp);
+            }
+            ft__store_row(c, tc, i * ldc + j, nj, sum, accumulate);
+        }
+}
+
+static void ft__gemm(int64_t m, int64_t n, int64_t k, const void *a, ft_dtype ta, int64_t a_rs,
+                     int64_t a_cs, const void *b, ft_dtype tb, int64_t b_rs, int64_t b_cs, void *c,
+                     ft_dtype tc, int64_t ldc, int accumulate, void *workspace)
+{
+    if (m <= FT__GEMM_THIN) {
+        ft__gemm_thin(m, n, k, a, ta, a_rs, a_cs, b, tb, b_rs, b_cs, c, tc, ldc, accumulate);
+        return;
+    }
+    size_t part[3];
+    ft__gemm_parts(m, n, k, tc, part);
+    char *room = (char *)workspace;
+    float *pa = (float *)(void *)room, *pb = (float *)(void *)(room + part[0]);
+    float *sums = part[2] ? (float *)(void *)(room + part[0] + part[1]) : NULL;
+    int64_t bm = sums ? FT__GEMM_M : m;
+    for (int64_t i = 0; i < m; i += bm)
+        for (int64_t j = 0; j < n; j += FT__GEMM_N) {
+            int64_t mi = ft__min(m - i, bm), nj = ft__min(n - j, FT__GEMM_N), at = i * ldc + j;
+            void *to = sums ? (void *)sums : ft__at(c, tc, at);
+            ft_dtype tt = sums ? FT_F32 : tc;
+            int64_t ld = sums ? nj : ldc;
+            for (int64_t p = 0; p < k; p += FT__GEMM_K) {
+                int64_t kp = ft__min(k - p, FT__GEMM_K);
+                int add = p > 0 || (!sums && accumulate);
+                ft__gemm_pack(pb, b, tb, p * b_rs + j * b_cs, nj, kp, b_cs, b_rs, FT__NR);
+                for (int64_t r = 0; r < mi; r += FT__GEMM_M_PACK) {
+                    int64_t mr = ft__min(mi - r, FT__GEMM_M_PACK);
+                    int64_t at_a = (i + r) * a_rs + p * a_cs;
+                    ft__gemm_pack(pa, a, ta, at_a, mr, kp, a_rs, a_cs, FT__MR);
+                    ft__gemm_block(mr, nj, kp, pa, pb, ft__at(to, tt, r * ld), tt, ld, add);
+                }
+            }
+            for (int64_t r = 0; sums && r < mi; r++)
+                ft__store_row(c, tc, at + r * ldc, nj, sums + r * nj, accumulate);
+        }
+}
+
+#endif /* FT_CBLAS */
+
+static double ft__view_bytes(const ft_view *v)
+{
+    return v->present ? (double)ft__view_elems(v) * (double)ft_dtype_bytes(v->dtype) : 0;
+}
+
+static void ft__max_bytes(size_t *most, size_t bytes)
+{
+    if (bytes > *most) *most = bytes;
+}
+
+static int ft__is_float(ft_dtype t) { return t == FT_F32 || t == FT_BF16; }
+
+/* ---- linear: y[N,O] = x[N,I] w[O,I]^T + b[O] */
+
+static ft_status ft__linear_infer(ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *w = &call->in[1], *b = &call->in[2];
+    ft_view *y = &call->out[0];
+    char tx[96], tw[96], tb[96];
+    int fits = ft__is_float(x->dtype) && w->dtype == x->dtype && x->ndim >= 1 && w->ndim == 2 &&
+               ft__view_cols(x) == ft__view_cols(w);
+    if (fits && b->present)
+        fits = b->dtype == x->dtype && b->ndim == 1 && b->shape[0] == w->shape[0];
+    if (!fits)
+        return ft_error(FT_ERR_SHAPE, "linear: x %s, w %s, b %s: needs x [...,I], w [O,I] and "
+                        "b [O] or none, all fp32 or all bf16", ft__view_text(x, tx, sizeof tx),
+                        ft__view_text(w, tw, sizeof tw), ft__view_text(b, tb, sizeof tb));
+    y->present = 1;
+    y->dtype = x->dtype;
+    y->ndim = x->ndim;
+    for (int i = 0; i + 1 < x->ndim; i++) y->shape[i] = x->shape[i];
+    y->shape[x->ndim - 1] = w->shape[0];
+    return FT_OK;
+}
+
+static void ft__linear_cost(const ft_op_call *call, double *flops, double *bytes)
+{
+    const ft_view *x = &call->in[0], *w = &call->in[1];
+    *flops = 2.0 * (double)ft__view_elems(x) * (double)w->shape[0];
+    *bytes = ft__view_bytes(x) + ft__view_bytes(w) + ft__view_bytes(&call->in[2]) +
+             (double)ft__view_rows(x) * (double)w->shape[0] * (double)ft_dtype_bytes(x->dtype);
+}
+
+static void ft__linear_scratch(ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *w = &call->in[1], *dy = &call->dout[0];
+    int64_t n = ft__view_rows(x), i = w->shape[1], o = w->shape[0];
+    size_t *most = &call->workspace_bytes;
+    if (!call->backward)
+        ft__max_bytes(most, ft__gemm_workspace_bytes(n, o, i, x->dtype, w->dtype, x->dtype));
+    if (call->backward && call->din[0].present)
+        ft__max_bytes(most, ft__gemm_workspace_bytes(n, i, o, dy->dtype, w->dtype,
+                                                     call->din[0].dtype));
+    if (call->backward && call->din[1].present)
+        ft__max_bytes(most, ft__gemm_workspace_bytes(o, i, n, dy->dtype, x->dtype,
+                                                     call->din[1].dtype));
+}
+
+/* The bias is what the product is added to, so that a bf16 y is rounded once. */
+static ft_status ft__linear_forward(const ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *w = &call->in[1], *b = &call->in[2], *y = &call->out[0];
+    int64_t n = ft__view_rows(x), i = w->shape[1], o = w->shape[0];
+    size_t row_bytes = (size_t)o * ft_dtype_bytes(y->dtype);
+    for (int64_t r = 0; b->present && r < n; r++)
+        memcpy(ft__at(y->data, y->dtype, r * o), b->data, row_bytes);
+    ft__gemm(n, o, i, x->data, x->dtype, i, 1, w->data, w->dtype, 1, i, y->data, y->dtype, o,
+             b->present, call->workspace);
+    return FT_OK;
+}
+
+/* to[O] = or += the sum of the rows of dy[N,O], in row order in fp32. */
+static void ft__sum_rows(const ft_view *to, const ft_view *dy, int64_t n, int accumulate)
+{
+    float sum[256], row[256];
+    int64_t o = ft__view_elems(to);
+    for (int64_t first = 0; first < o; first += 256) {
+        int64_t width = ft__min(256, o - first);
+        memset(sum, 0, sizeof sum);
+        for (int64_t r = 0; r < n; r++) {
+            ft__load_row(row, dy->data, dy->dtype, r * o + first, width);
+            for (int64_t j = 0; j < width; j++) sum[j] += row[j];
+        }
+        ft__store_row(to->data, to->dtype, first, width, sum, accumulate);
+    }
+}
+
+/* An absent gradient of the output is zero. */
+static void ft__zero_grads(const ft_op_call *call)
+{
+    for (int i = 0; i < call->op->n_in; i++) {
+        const ft_view *d = &call->din[i];
+        if (d->present && !call->accumulate[i])
+            memset(d->data, 0, (size_t)ft__view_elems(d) * ft_dtype_bytes(d->dtype));
+    }
+}
+
+static ft_status ft__linear_backward(const ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *w = &call->in[1], *dy = &call->dout[0];
+    const ft_view *dx = &call->din[0], *dw = &call->din[1], *db = &call->din[2];
+    int64_t n = ft__view_rows(x), i = w->shape[1], o = w->shape[0];
+    if (!dy->present) {
+        ft__zero_grads(call);
+        return FT_OK;
+    }
+    if (dw->present)
+        ft__gemm(o, i, n, dy->data, dy->dtype, 1, o, x->data, x->dtype, i, 1, dw->data, dw->dtype,
+                 i, call->accumulate[1], call->workspace);
+    if (db->present) ft__sum_rows(db, dy, n, call->accumulate[2]);
+    if (dx->present)
+        ft__gemm(n, i, o, dy->data, dy->dtype, o, 1, w->data, w->dtype, i, 1, dx->data, dx->dtype,
+                 i, call->accumulate[0], call->workspace);
+    return FT_OK;
+}
+
+static const ft_op ft__op_linear = {
+    "linear", 3, 1,
+    FT_IN(2),                       /* optional: b */
+    FT_IN(0) | FT_IN(1) | FT_IN(2), /* grads */
+    FT_IN(0) | FT_IN(1) | FT_IN(2), /* accumulates */
+    {FT_IN(1), FT_IN(0), 0, 0, 0, 0, 0, 0},
+    0, 0, 0, /* cheap, replay_from, flags */
+    ft__linear_infer, ft__linear_cost, ft__linear_scratch,
+    ft__linear_forward, ft__linear_backward, NULL,
+    NULL, NULL
+};
+
+FT_API ft_status ft_linear(ft_ctx *ctx, ft_tensor **y, ft_tensor *x, ft_tensor *w, ft_tensor *b)
+{
+    ft_tensor *in[3];
+    ft_attr attr;
+    memset(&attr, 0, sizeof attr);
+    in[0] = x;
+    in[1] = w;
+    in[2] = b;
+    return ft_apply(ctx, &ft__op_linear, in, &attr, y);
+}
+
+/* ---- linear_cross_entropy: loss = scale * sum over counted tokens of -log softmax(x w^T)[label]
+
+   For a chunk of c tokens: logits z[c,V] = x w^T; with p = softmax(z) a token adds
+   log sum exp(z - max) + max - z[label] to the loss, and its
+   dz = scale * dloss * (p - onehot(label)) is written over z. Then dw += dz^T x and dx = dz w, the
+   latter last, as it may lie over x. */
+
+#define FT__IGNORE (-100)
+
+static int64_t ft__ce_chunk(const ft_op_call *call)
+{
+    int64_t chunk = call->attr.i[0] > 0 ? call->attr.i[0] : 2048;
+    return ft__min(chunk, ft__view_rows(&call->in[0]));
+}
+
+static ft_status ft__ce_infer(ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *w = &call->in[1], *labels = &call->in[2], *s = &call->in[3];
+    ft_view *loss = &call->out[0];
+    char tx[96], tw[96], tl[96], ts[96];
+    int fits = ft__is_float(x->dtype) && w->dtype == x->dtype && x->ndim >= 1 && w->ndim == 2 &&
+               ft__view_cols(x) == ft__view_cols(w) && labels->dtype == FT_I32 &&
+               ft__view_elems(labels) == ft__view_rows(x);
+    if (fits && labels->ndim == x->ndim - 1)
+        for (int i = 0; i < labels->ndim; i++) fits = fits && labels->shape[i] == x->shape[i];
+    else fits = fits && labels->ndim == 1; /* flat */
+    if (fits && s->present) fits = s->dtype == FT_F32 && ft__view_elems(s) == 1;
+    if (!fits)
+        return ft_error(FT_ERR_SHAPE,
+                        "linear_cross_entropy: x %s, w %s, labels %s, scale %s: needs x [...,C] and "
+                        "w [V,C], both fp32 or both bf16, int32 labels [...], and scale fp32 [1] or "
+                        "none",
+                        ft__view_text(x, tx, sizeof tx), ft__view_text(w, tw, sizeof tw),
+                        ft__view_text(labels, tl, sizeof tl), ft__view_text(s, ts, sizeof ts));
+    if (call->attr.i[0] < 0)
+        return ft_error(FT_ERR_ARG, "linear_cross_entropy: chunk_tokens %lld: needs a positive "
+                        "number, or 0 for 2048", (long long)call->attr.i[0]);
+    loss->present = 1;
+    loss->dtype = FT_F32;
+    loss->ndim = 1;
+    loss->shape[0] = 1;
+    return FT_OK;
+}
+
+static void ft__ce_cost(const ft_op_call *call, double *flops, double *bytes)
+{
+    const ft_view *x = &call->in[0], *w = &call->in[1];
+    double logits = (double)ft__view_rows(x) * (double)w->shape[0];
+    int64_t chunk = ft__ce_chunk(call), chunks = (ft__view_rows(x) + chunk - 1) / chunk;
+    *flops = 2.0 * logits * (double)w->shape[1];
+    *bytes = ft__view_bytes(x) + (double)chunks * ft__view_bytes(w) +
+             3.0 * logits * (double)ft_dtype_bytes(x->dtype) + ft__view_bytes(&call->in[2]);
+}
+
+/* Workspace parts: fp32 dw over chunks where its own dtype would round after each; one row of
+   logits in fp32 where they are bf16; the GEMMs. */
+typedef struct ft__ce_parts { size_t dw, row, gemm; } ft__ce_parts;
+
+static ft__ce_parts ft__ce_layout(const ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *w = &call->in[1], *dx = &call->din[0], *dw = &call->din[1];
+    int64_t c = ft__ce_chunk(call), V = w->shape[0], C = w->shape[1];
+    ft_dtype t = x->dtype;
+    ft__ce_parts part;
+    part.dw = part.row = 0;
+    part.gemm = ft__gemm_workspace_bytes(c, V, C, t, t, t);
+    if (t == FT_BF16) part.row = (size_t)(V * 4 + 63) / 64 * 64;
+    if (!call->backward) return part;
+    if (dw->present && dw->dtype == FT_BF16 && c < ft__view_rows(x))
+        part.dw = (size_t)(V * C * 4 + 63) / 64 * 64;
+    if (dw->present)
+        ft__max_bytes(&part.gemm, ft__gemm_workspace_bytes(V, C, c, t, t,
+                                                           part.dw ? FT_F32 : dw->dtype));
+    if (dx->present) ft__max_bytes(&part.gemm, ft__gemm_workspace_bytes(c, C, V, t, t, dx->dtype));
+    return part;
+}
+
+static void ft__ce_scratch(ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *w = &call->in[1];
+    ft__ce_parts part = ft__ce_layout(call);
+    call->scratch_bytes = (size_t)(ft__ce_chunk(call) * w->shape[0]) * ft_dtype_bytes(x->dtype);
+    call->workspace_bytes = part.dw + part.row + part.gemm;
+}
+
+/* Checks every label before anything is written, and counts those that are not ignored. */
+static ft_status ft__ce_count(const ft_op_call *call, int64_t *counted)
+{
+    const int32_t *label = (const int32_t *)call->in[2].data;
+    int64_t n = ft__view_elems(&call->in[2]), V = call->in[1].shape[0];
+    *counted = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (label[i] == FT__IGNORE) continue;
+        if (label[i] < 0 || label[i] >= V)
+            return ft_error(FT_ERR_DATA, "linear_cross_entropy: label %d at position %lld of %lld "
+                            "is outside the vocabulary 0..%lld; -100 marks a token to ignore",
+                            (int)label[i], (long long)i, (long long)n, (long long)(V - 1));
+        ++*counted;
+    }
+    return FT_OK;
+}
+
+static float ft__row_max(const float *x, int64_t n)
+{
+    float part[16], most = x[0];
+    int64_t i = 0;
+    for (int l = 0; l < 16; l++) part[l] = x[0];
+    for (; i + 16 <= n; i += 16)
+        for (int l = 0; l < 16; l++) part[l] = x[i + l] > part[l] ? x[i + l] : part[l];
+    for (; i < n; i++) most = x[i] > most ? x[i] : most;
+    for (int l = 0; l < 16; l++) most = part[l] > most ? part[l] : most;
+    return most;
+}
+
+/* x = exp(x - most). Returns the sum: 16 fp32 lanes over 256 elements, double beyond. */
+static double ft__row_exp_sum(float *x, int64_t n, float most)
+{
+    double sum = 0;
+    for (int64_t first = 0; first < n; first += 256) {
+        float part[16], *at = x + first;
+        int64_t width = ft__min(256, n - first), i = 0;
+        memset(part, 0, sizeof part);
+        for (int64_t j = 0; j < width; j++) at[j] -= most;
+        ft__exp_row(at, width);
+        for (; i + 16 <= width; i += 16)
+            for (int l = 0; l < 16; l++) part[l] += at[i + l];
+        for (int l = 0; i < width; i++, l++) part[l] += at[i];
+        for (int l = 0; l < 16; l++) sum += (double)part[l];
+    }
+    return sum;
+}
+
+typedef struct ft__ce { /* a pass over the chunks */
+    const ft_op_call *call;
+    int64_t n, V, C;
+    ft_dtype t;
+    int grads;        /* dz is wanted */
+    float factor;     /* of dz: scale * dloss */
+    double total;     /* of -log p over counted tokens, in token order */
+    float *dw, *row;  /* parts of the workspace, NULL without */
+    void *gemm;
+} ft__ce;
+
+/* One token: adds to the loss; with grads dz replaces z, otherwise z is lost. */
+static void ft__ce_token(ft__ce *ce, void *z, int32_t label)
+{
+    float *row = ce->row ? ce->row : (float *)z;
+    if (label == FT__IGNORE) {
+        if (ce->grads) memset(z, 0, (size_t)ce->V * ft_dtype_bytes(ce->t));
+        return;
+    }
+    if (ce->row) ft__load_row(row, z, ce->t, 0, ce->V);
+    float at_label = row[label], most = ft__row_max(row, ce->V);
+    double sum = ft__row_exp_sum(row, ce->V, most);
+    ce->total += log(sum) + ((double)most - (double)at_label);
+    if (!ce->grads) return;
+    float over = (float)((double)ce->factor / sum);
+    for (int64_t j = 0; j < ce->V; j++) row[j] *= over;
+    row[label] -= ce->factor;
+    if (ce->row) ft__store_row(z, ce->t, 0, ce->V, row, 0);
+}
+
+static void ft__ce_chunk_grads(ft__ce *ce, int64_t first, int64_t c)
+{
+    const ft_op_call *call = ce->call;
+    const ft_view *x = &call->in[0], *w = &call->in[1], *dx = &call->din[0], *dw = &call->din[1];
+    int64_t V = ce->V, C = ce->C;
+    if (dw->present)
+        ft__gemm(V, C, c, call->scratch, ce->t, 1, V, ft__at_const(x->data, ce->t, first * C),
+                 ce->t, C, 1, ce->dw ? (void *)ce->dw : dw->data, ce->dw ? FT_F32 : dw->dtype, C,
+                 first > 0 || (!ce->dw && call->accumulate[1]), ce->gemm);
+    if (dx->present)
+        ft__gemm(c, C, V, call->scratch, ce->t, V, 1, w->data, ce->t, C, 1,
+                 ft__at(dx->data, dx->dtype, first * C), dx->dtype, C, call->accumulate[0],
+                 ce->gemm);
+}
+
+static void ft__ce_chunks(ft__ce *ce)
+{
+    const ft_op_call *call = ce->call;
+    const int32_t *labels = (const int32_t *)call->in[2].data;
+    int64_t chunk = ft__ce_chunk(call), V = ce->V, C = ce->C;
+    for (int64_t first = 0; first < ce->n; first += chunk) {
+        int64_t c = ft__min(chunk, ce->n - first);
+        ft__gemm(c, V, C, ft__at_const(call->in[0].data, ce->t, first * C), ce->t, C, 1,
+                 call->in[1].data, ce->t, 1, C, call->scratch, ce->t, V, 0, ce->gemm);
+        for (int64_t i = 0; i < c; i++)
+            ft__ce_token(ce, ft__at(call->scratch, ce->t, i * V), labels[first + i]);
+        if (ce->grads) ft__ce_chunk_grads(ce, first, c);
+    }
+    if (ce->dw)
+        ft__store_row(call->din[1].data, FT_BF16, 0, V * C, ce->dw, call->accumulate[1]);
+}
+
+/* Forward, backward, and both in one pass: the same code, hence the same bits. */
+static ft_status ft__ce_run(const ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *scale = &call->in[3], *dloss = &call->dout[0];
+    ft__ce_parts part = ft__ce_layout(call);
+    char *room = (char *)call->workspace;
+    int64_t counted;
+    ft__ce ce;
+    FT_TRY(ft__ce_count(call, &counted));
+    memset(&ce, 0, sizeof ce);
+    ce.call = call;
+    ce.n = ft__view_rows(x);
+    ce.V = call->in[1].shape[0];
+    ce.C = call->in[1].shape[1];
+    ce.t = x->dtype;
+    ce.grads = call->backward && (call->din[0].present || call->din[1].present);
+    ce.dw = part.dw ? (float *)(void *)room : NULL;
+    ce.row = part.row ? (float *)(void *)(room + part.dw) : NULL;
+    ce.gemm = part.gemm ? room + part.dw + part.row : NULL;
+    double by = counted ? 1.0 / (double)counted : 0;
+    if (scale->present && counted) by = (double)ft__load(scale->data, FT_F32, 0);
+    if (ce.grads && dloss->present)
+        ce.factor = (float)(by * (double)ft__load(dloss->data, FT_F32, 0));
+    int want_loss = !call->backward || call->deferred;
+    if (counted && (want_loss || ce.grads)) ft__ce_chunks(&ce);
+    else ft__zero_grads(call);
+    if (want_loss) ft__store(call->out[0].data, FT_F32, 0, (float)(by * ce.total), 0);
+    return FT_OK;
+}
+
+static const ft_op ft__op_linear_cross_entropy = {
+    "linear_cross_entropy", 4, 1,
+    FT_IN(3),            /* optional: scale */
+    FT_IN(0) | FT_IN(1), /* grads */
+    FT_IN(0) | FT_IN(1), /* accumulates */
+    {FT_IN(0) | FT_IN(1) | FT_IN(2) | FT_IN(3), FT_IN(0) | FT_IN(1) | FT_IN(2) | FT_IN(3),
+     0, 0, 0, 0, 0, 0},
+    0, 0,                /* cheap, replay_from */
+    FT_OP_DEFERRED | FT_OP_GRAD_OVER_IN,
+    ft__ce_infer, ft__ce_cost, ft__ce_scratch,
+    ft__ce_run, ft__ce_run, NULL,
+    NULL, NULL
+};
+
+FT_API ft_status ft_linear_cross_entropy(ft_ctx *ctx, ft_tensor **loss, ft_tensor *x, ft_tensor *w,
+                                         ft_tensor *labels, ft_tensor *scale, int64_t chunk_tokens)
+{
+    ft_tensor *in[4];
+    ft_attr attr;
+    memset(&attr, 0, sizeof attr);
+    attr.i[0] = chunk_tokens;
+    in[0] = x;
+    in[1] = w;
+    in[2] = labels;
+    in[3] = scale;
+    return ft_apply(ctx, &ft__op_linear_cross_entropy, in, &attr, loss);
+}
+
+/* ---------------------------------------------------------------------------------- >>ops.impl
+
+   A kernel works on blocks of FT__BLOCK elements of a row, in fp32 on the stack, whatever the
+   storage is: one code path for fp32 and bf16, and every result is rounded once. Sums run in 16
+   explicit lanes, so that they vectorise without leave to reorder, in an order that the length
+   alone fixes. Where a gradient may be written over an input or over dout, a kernel has read an
+   element's operands before it writes that element. Weight gradients collect in fp32 over all
+   tokens and are rounded, or added, once. */
+
+#define FT__BLOCK 256
+#define FT__SUMS 16
+
+static int64_t ft__span(int64_t n, int64_t at) { return n - at < FT__BLOCK ? n - at : FT__BLOCK; }
+
+/* The lanes in double: the last few additions are where a long sum loses most. */
+static double ft__lanes_sum(const float *lane)
+{
+    double sum = 0;
+    for (int j = 0; j < FT__SUMS; j++) sum += (double)lane[j];
+    return sum;
+}
+
+static double ft__row_dot(const float *a, const float *b, int64_t n)
+{
+    float lane[FT__SUMS];
+    int64_t i = 0;
+    for (int j = 0; j < FT__SUMS; j++) lane[j] = 0;
+    for (; i + FT__SUMS <= n; i += FT__SUMS)
+        for (int j = 0; j < FT__SUMS; j++) lane[j] += a[i + j] * b[i + j];
+    for (int64_t j = 0; i + j < n; j++) lane[j] += a[i + j] * b[i + j];
+    return ft__lanes_sum(lane);
+}
+
+static double ft__row_sum(const float *a, int64_t n)
+{
+    float lane[FT__SUMS];
+    int64_t i = 0;
+    for (int j = 0; j < FT__SUMS; j++) lane[j] = 0;
+    for (; i + FT__SUMS <= n; i += FT__SUMS)
+        for (int j = 0; j < FT__SUMS; j++) lane[j] += a[i + j];
+    for (int64_t j = 0; i + j < n; j++) lane[j] += a[i + j];
+    return ft__lanes_sum(lane);
+}
+
+static float ft__row_top(const float *a, int64_t n, float start)
+{
+    float lane[FT__SUMS];
+    int64_t i = 0;
+    for (int j = 0; j < FT__SUMS; j++) lane[j] = start;
+    for (; i + FT__SUMS <= n; i += FT__SUMS)
+        for (int j = 0; j < FT__SUMS; j++) lane[j] = a[i + j] > lane[j] ? a[i + j] : lane[j];
+    for (int64_t j = 0; i + j < n; j++) lane[j] = a[i + j] > lane[j] ? a[i + j] : lane[j];
+    for (int j = 0; j < FT__SUMS; j++) start = lane[j] > start ? lane[j] : start;
+    return start;
+}
+
+/* s = 1 / (1 + exp(-x)) */
+static void ft__sigmoid_row(float *s, const float *x, int64_t n)
+{
+    for (int64_t i = 0; i < n; i++) s[i] = -x[i];
+    ft__exp_row(s, n);
+    for (int64_t i = 0; i < n; i++) s[i] = 1.0f / (1.0f + s[i]);
+}
+
+static void ft__get(float *to, const ft_view *v, int64_t first, int64_t n)
+{
+    ft__load_row(to, v->data, v->dtype, first, n);
+}
+
+/* A gradient that is absent is zero. */
+static void ft__get_grad(float *to, const ft_view *v, int64_t first, int64_t n)
+{
+    if (v->present) ft__load_row(to, v->data, v->dtype, first, n);
+    else memset(to, 0, (size_t)n * sizeof *to);
+}
+
+static void ft__put(const ft_view *v, int64_t first, int64_t n, const float *from, int accumulate)
+{
+    ft__store_row(v->data, v->dtype, first, n, from, accumulate);
+}
+
+static size_t ft__bytes_of(const ft_view *v)
+{
+    return v->present ? (size_t)ft__view_elems(v) * ft_dtype_bytes(v->dtype) : 0;
+}
+
+/* ---- checks ---- */
+
+static ft_status ft__want_float(const ft_op_call *call, int i)
+{
+    if (call->in[i].dtype == FT_F32 || call->in[i].dtype == FT_BF16) return FT_OK;
+    return ft_error(FT_ERR_SHAPE, "%s: input %d is %s, it must be fp32 or bf16", call->op->name, i,
+                    ft_dtype_name(call->in[i].dtype));
+}
+
+/* Inputs 0..n-1 are fp32, or all bf16. */
+static ft_status ft__want_floats(const ft_op_call *call, int n)
+{
+    for (int i = 0; i < n; i++) {
+        FT_TRY(ft__want_float(call, i));
+        if (call->in[i].dtype != call->in[0].dtype)
+            return ft_error(FT_ERR_SHAPE, "%s: input %d is %s, input 0 is %s: convert one with "
+                            "ft_copy", call->op->name, i, ft_dtype_name(call->in[i].dtype),
+                            ft_dtype_name(call->in[0].dtype));
+    }
+    return FT_OK;
+}
+
+static int ft__same_shape(const ft_view *a, const ft_view *b)
+{
+    if (a->ndim != b->ndim) return 0;
+    for (int d = 0; d < a->ndim; d++)
+        if (a->shape[d] != b->shape[d]) return 0;
+    return 1;
+}
+
+/* b's shape is the last b->ndim dimensions of a's. */
+static int ft__trailing(const ft_view *a, const ft_view *b)
+{
+    int skip = a->ndim - b->ndim;
+    if (skip < 0) return 0;
+    for (int d = 0; d < b->ndim; d++)
+        if (a->shape[skip + d] != b->shape[d]) return 0;
+    return 1;
+}
+
+static ft_status ft__shape_error(const ft_op_call *call, int a, int b, const char *rule)
+{
+    char first[160], second[160];
+    return ft_error(FT_ERR_SHAPE, "%s: input %d is %s, input %d is %s: %s", call->op->name, a,
+                    ft__view_text(&call->in[a], first, sizeof first), b,
+                    ft__view_text(&call->in[b], second, sizeof second), rule);
+}
+
+/* Input i is one weight for each element of input 0's last dimension. */
+static ft_status ft__want_weight(const ft_op_call *call, int i)
+{
+    if (call->in[i].ndim == 1 && call->in[i].shape[0] == ft__view_cols(&call->in[0])) return FT_OK;
+    return ft__shape_error(call, 0, i, "the weight must be [C], C the last dimension of input 0");
+}
+
+static void ft__out_like(ft_op_call *call, int o, const ft_view *like)
+{
+    call->out[o] = *like;
+    call->out[o].present = 1;
+    call->out[o].data = NULL;
+}
+
+static ft_status ft__want_eps(const ft_op_call *call)
+{
+    if (call->attr.f[0] >= 0 && call->attr.f[0] < 1e30) return FT_OK;
+    return ft_error(FT_ERR_ARG, "%s: eps %g must be finite and not negative", call->op->name,
+                    call->attr.f[0]);
+}
+
+/* ---- costs: flops an element of output 0, bytes of all inputs and outputs once ---- */
+
+static void ft__cost_elems(const ft_op_call *call, double each, double *flops, double *bytes)
+{
+    *flops = each * (double)ft__view_elems(&call->out[0]);
+    *bytes = 0;
+    for (int i = 0; i < call->op->n_in; i++) *bytes += (double)ft__bytes_of(&call->in[i]);
+    for (int i = 0; i < call->op->n_out; i++) *bytes += (double)ft__bytes_of(&call->out[i]);
+}
+
+static void ft__cost_move(const ft_op_call *call, double *flops, double *bytes)
+{
+    ft__cost_elems(call, 0, flops, bytes);
+}
+
+static void ft__cost_one(const ft_op_call *call, double *flops, double *bytes)
+{
+    ft__cost_elems(call, 1, flops, bytes);
+}
+
+static void ft__cost_few(const ft_op_call *call, double *flops, double *bytes)
+{
+    ft__cost_elems(call, 5, flops, bytes);
+}
+
+static void ft__cost_norm(const ft_op_call *call, double *flops, double *bytes)
+{
+    ft__cost_elems(call, 4, flops, bytes);
+}
+
+static void ft__cost_sum(const ft_op_call *call, double *flops, double *bytes)
+{
+    ft__cost_elems(call, 0, flops, bytes);
+    *flops = (double)ft__view_elems(&call->in[0]);
+}
+
+/* ---- fill, copy, accumulate: into tensors that exist, without a tape ---- */
+
+static ft_status ft__fill_infer(ft_op_call *call)
+{
+    double value = call->attr.f[0];
+    if (call->in[0].dtype != FT_I32) return FT_OK;
+    if (value >= -2147483648.0 && value <= 2147483647.0 && (double)(int32_t)value == value)
+        return FT_OK;
+    return ft_error(FT_ERR_ARG, "fill: an int32 tensor cannot hold %g", value);
+}
+
+static ft_status ft__fill_forward(const ft_op_call *call)
+{
+    const ft_view *y = &call->out[0];
+    int64_t n = ft__view_elems(y);
+    if (y->dtype == FT_I32) {
+        int32_t *to = (int32_t *)y->data, value = (int32_t)call->attr.f[0];
+        for (int64_t i = 0; i < n; i++) to[i] = value;
+        return FT_OK;
+    }
+    float block[FT__BLOCK];
+    for (int i = 0; i < FT__BLOCK; i++) block[i] = (float)call->attr.f[0];
+    for (int64_t at = 0; at < n; at += FT__BLOCK) ft__put(y, at, ft__span(n, at), block, 0);
+    return FT_OK;
+}
+
+static ft_status ft__copy_infer(ft_op_call *call)
+{
+    char from[160], to[160];
+    const ft_view *x = &call->in[0], *y = &call->out[0];
+    int same = x->dtype == y->dtype, converts = x->dtype != FT_I32 && y->dtype != FT_I32;
+    if (ft__view_elems(x) == ft__view_elems(y) && (same || converts)) return FT_OK;
+    return ft_error(FT_ERR_SHAPE, "copy: %s into %s: the number of elements must agree, and int32 "
+                    "copies to int32 only", ft__view_text(x, from, sizeof from),
+                    ft__view_text(y, to, sizeof to));
+}
+
+static ft_status ft__copy_forward(const ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *y = &call->out[0];
+    int64_t n = ft__view_elems(x);
+    float block[FT__BLOCK];
+    if (x->dtype == y->dtype) {
+        memmove(y->data, x->data, ft__bytes_of(x));
+        return FT_OK;
+    }
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        ft__get(block, x, at, ft__span(n, at));
+        ft__put(y, at, ft__span(n, at), block, 0);
+    }
+    return FT_OK;
+}
+
+static ft_status ft__accumulate_infer(ft_op_call *call)
+{
+    FT_TRY(ft__want_float(call, 0));
+    FT_TRY(ft__want_float(call, 1));
+    if (ft__view_elems(&call->in[0]) == ft__view_elems(&call->in[1]) &&
+        call->in[1].dtype == call->out[0].dtype) return FT_OK;
+    return ft__shape_error(call, 0, 1, "the number of elements must agree");
+}
+
+/* out[0], which is in[1] as well, += in[0] */
+static ft_status ft__accumulate_forward(const ft_op_call *call)
+{
+    int64_t n = ft__view_elems(&call->in[0]);
+    float block[FT__BLOCK];
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        ft__get(block, &call->in[0], at, ft__span(n, at));
+        ft__put(&call->out[0], at, ft__span(n, at), block, 1);
+    }
+    return FT_OK;
+}
+
+static const ft_op ft__op_fill = {
+    "fill", 1, 1, 0, 0, 0, { 0 }, 0, 0, 0,
+    ft__fill_infer, ft__cost_move, NULL, ft__fill_forward, NULL, NULL, NULL, NULL
+};
+
+static const ft_op ft__op_copy = {
+    "copy", 1, 1, 0, 0, 0, { 0 }, 0, 0, 0,
+    ft__copy_infer, ft__cost_move, NULL, ft__copy_forward, NULL, NULL, NULL, NULL
+};
+
+static const ft_op ft__op_accumulate = {
+    "accumulate", 2, 1, 0, 0, 0, { 0 }, 0, 0, 0,
+    ft__accumulate_infer, ft__cost_one, NULL, ft__accumulate_forward, NULL, NULL, NULL, NULL
+};
+
+/* ---- embedding ---- */
+
+static ft_status ft__embedding_infer(ft_op_call *call)
+{
+    const ft_view *tokens = &call->in[0], *table = &call->in[1];
+    if (tokens->dtype != FT_I32 || table->ndim != 2 || tokens->ndim >= FT_MAX_DIMS)
+        return ft__shape_error(call, 0, 1, "tokens must be int32 with at most 5 dimensions, the "
+                               "table [V,C]");
+    FT_TRY(ft__want_float(call, 1));
+    ft__out_like(call, 0, tokens);
+    call->out[0].dtype = table->dtype;
+    call->out[0].shape[call->out[0].ndim++] = table->shape[1];
+    return FT_OK;
+}
+
+static ft_status ft__token_check(const ft_op_call *call, int64_t at)
+{
+    int32_t token = ((const int32_t *)call->in[0].data)[at];
+    int64_t V = call->in[1].shape[0];
+    char text[160];
+    if (token >= 0 && token < V) return FT_OK;
+    return ft_error(FT_ERR_DATA, "%s: token %d at position %lld of %s is outside 0..%lld",
+                    call->op->name, (int)token, (long long)at,
+                    ft__view_text(&call->in[0], text, sizeof text), (long long)(V - 1));
+}
+
+static ft_status ft__embedding_forward(const ft_op_call *call)
+{
+    const ft_view *table = &call->in[1];
+    const int32_t *tokens = (const int32_t *)call->in[0].data;
+    int64_t n = ft__view_elems(&call->in[0]);
+    size_t row_bytes = (size_t)table->shape[1] * ft_dtype_bytes(table->dtype);
+    for (int64_t i = 0; i < n; i++) {
+        FT_TRY(ft__token_check(call, i));
+        memcpy((char *)call->out[0].data + (size_t)i * row_bytes,
+               (const char *)table->data + (size_t)tokens[i] * row_bytes, row_bytes);
+    }
+    return FT_OK;
+}
+
+/* A list of positions for each row of the table: the head [V], the next position [N]. It lets each
+   row be summed in fp32 and rounded once, in 4 (V + N) bytes whatever C is. */
+static void ft__embedding_scratch(ft_op_call *call)
+{
+    if (!call->backward) return;
+    call->workspace_bytes = (size_t)(call->in[1].shape[0] + ft__view_elems(&call->in[0])) * 4;
+}
+
+static ft_status ft__embedding_backward(const ft_op_call *call)
+{
+    const int32_t *tokens = (const int32_t *)call->in[0].data;
+    int64_t n = ft__view_elems(&call->in[0]), V = call->in[1].shape[0], C = call->in[1].shape[1];
+    int32_t *head = (int32_t *)call->workspace, *next = head + V;
+    float sum[FT__BLOCK], g[FT__BLOCK];
+    if (!call->din[1].present) return FT_OK;
+    if (n > INT32_MAX)
+        return ft_error(FT_ERR_SHAPE, "embedding: %lld tokens in one call, at most 2^31 - 1",
+                        (long long)n);
+    for (int64_t v = 0; v < V; v++) head[v] = -1;
+    for (int64_t i = n - 1; i >= 0; i--) {
+        FT_TRY(ft__token_check(call, i));
+        next[i] = head[tokens[i]];
+        head[tokens[i]] = (int32_t)i;
+    }
+    for (int64_t v = 0; v < V; v++) {
+        if (head[v] < 0 && call->accumulate[1]) continue;
+        for (int64_t at = 0; at < C; at += FT__BLOCK) {
+            int64_t m = ft__span(C, at);
+            memset(sum, 0, sizeof sum);
+            for (int64_t i = head[v]; i >= 0; i = next[i]) {
+                ft__get_grad(g, &call->dout[0], i * C + at, m);
+                for (int64_t j = 0; j < m; j++) sum[j] += g[j];
+            }
+            ft__put(&call->din[1], v * C + at, m, sum, call->accumulate[1]);
+        }
+    }
+    return FT_OK;
+}
+
+static const ft_op ft__op_embedding = {
+    "embedding", 2, 1, 0, FT_IN(1), FT_IN(1), { 0, FT_IN(0) }, 0, 0, 0,
+    ft__embedding_infer, ft__cost_move, ft__embedding_scratch, ft__embedding_forward,
+    ft__embedding_backward, NULL, NULL, NULL
+};
+
+FT_API ft_status ft_embedding(ft_ctx *ctx, ft_tensor **y, ft_tensor *tokens, ft_tensor *table)
+{
+    ft_tensor *in[2];
+    in[0] = tokens;
+    in[1] = table;
+    return ft_apply(ctx, &ft__op_embedding, in, NULL, y);
+}
+
+/* ---- RMSNorm: y = x r w, r = 1 / sqrt(mean(x^2) + eps); r is recomputed in backward ---- */
+
+static float ft__rms_scale(const ft_view *x, int64_t first, int64_t n, double eps)
+{
+    float xs[FT__BLOCK];
+    double sum = 0;
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        int64_t m = ft__span(n, at);
+        ft__get(xs, x, first + at, m);
+        sum += ft__row_dot(xs, xs, m);
+    }
+    return (float)(1.0 / sqrt(sum / (double)n + eps));
+}
+
+/* One row of n elements from `first`; y may be x. */
+static void ft__rms_row(const ft_view *y, const ft_view *x, const ft_view *w, int64_t first,
+                        int64_t n, double eps)
+{
+    float xs[FT__BLOCK], ws[FT__BLOCK];
+    float r = ft__rms_scale(x, first, n, eps);
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        int64_t m = ft__span(n, at);
+        ft__get(xs, x, first + at, m);
+        ft__get(ws, w, at, m);
+        for (int64_t j = 0; j < m; j++) xs[j] = xs[j] * r * ws[j];
+        ft__put(y, first + at, m, xs, 0);
+    }
+}
+
+/* What one row of backward reads and writes. */
+typedef struct ft__rms_grads {
+    const ft_view *x, *dy;
+    const ft_view *pass;   /* NULL, or a gradient that is added to dx; dx may lie over it, or dy */
+    const ft_view *dx;     /* NULL: not wanted */
+    int accumulate;
+    double eps;
+} ft__rms_grads;
+
+/* g = dy w, u = x r:  dx = r (g - u mean(g u)),  dw += dy u (fp32 sums; NULL: not wanted) */
+static void ft__rms_row_backward(const ft__rms_grads *a, const ft_view *w, float *dw, int64_t first,
+                                 int64_t n)
+{
+    float xs[FT__BLOCK], ws[FT__BLOCK], g[FT__BLOCK];
+    float r = ft__rms_scale(a->x, first, n, a->eps);
+    double sum = 0;
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        int64_t m = ft__span(n, at);
+        ft__get(xs, a->x, first + at, m);
+        ft__get_grad(g, a->dy, first + at, m);
+        for (int64_t j = 0; j < m; j++) xs[j] *= r;
+        if (dw)
+            for (int64_t j = 0; j < m; j++) dw[at + j] += g[j] * xs[j];
+        if (!a->dx) continue;
+        ft__get(ws, w, at, m);
+        for (int64_t j = 0; j < m; j++) g[j] *= ws[j];
+        sum += ft__row_dot(g, xs, m);
+    }
+    if (!a->dx) return;
+    float c = (float)(sum / (double)n);
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        int64_t m = ft__span(n, at);
+        ft__get(xs, a->x, first + at, m);
+        ft__get_grad(g, a->dy, first + at, m);
+        ft__get(ws, w, at, m);
+        for (int64_t j = 0; j < m; j++) g[j] = r * (g[j] * ws[j] - xs[j] * r * c);
+        if (a->pass) {
+            ft__get_grad(xs, a->pass, first + at, m);
+            for (int64_t j = 0; j < m; j++) g[j] += xs[j];
+        }
+        ft__put(a->dx, first + at, m, g, a->accumulate);
+    }
+}
+
+static ft_status ft__rmsnorm_infer(ft_op_call *call)
+{
+    FT_TRY(ft__want_floats(call, 2));
+    FT_TRY(ft__want_weight(call, 1));
+    FT_TRY(ft__want_eps(call));
+    ft__out_like(call, 0, &call->in[0]);
+    return FT_OK;
+}
+
+static ft_status ft__rmsnorm_forward(const ft_op_call *call)
+{
+    int64_t n = ft__view_rows(&call->in[0]), C = ft__view_cols(&call->in[0]);
+    for (int64_t i = 0; i < n; i++)
+        ft__rms_row(&call->out[0], &call->in[0], &call->in[1], i * C, C, call->attr.f[0]);
+    return FT_OK;
+}
+
+static void ft__rmsnorm_scratch(ft_op_call *call)
+{
+    if (call->backward && call->din[1].present)
+        call->workspace_bytes = (size_t)ft__view_cols(&call->in[0]) * sizeof(float);
+}
+
+static ft_status ft__rmsnorm_backward(const ft_op_call *call)
+{
+    int64_t n = ft__view_rows(&call->in[0]), C = ft__view_cols(&call->in[0]);
+    float *dw = call->din[1].present ? (float *)call->workspace : NULL;
+    ft__rms_grads a;
+    a.x = &call->in[0];
+    a.dy = &call->dout[0];
+    a.pass = NULL;
+    a.dx = call->din[0].present ? &call->din[0] : NULL;
+    a.accumulate = call->accumulate[0];
+    a.eps = call->attr.f[0];
+    if (dw) memset(dw, 0, (size_t)C * sizeof(float));
+    for (int64_t i = 0; i < n; i++) ft__rms_row_backward(&a, &call->in[1], dw, i * C, C);
+    if (dw) ft__put(&call->din[1], 0, C, dw, call->accumulate[1]);
+    return FT_OK;
+}
+
+static const ft_op ft__op_rmsnorm = {
+    "rmsnorm", 2, 1, 0, FT_IN(0) | FT_IN(1), FT_IN(0) | FT_IN(1),
+    { FT_IN(0) | FT_IN(1), FT_IN(0) }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
+    ft__rmsnorm_infer, ft__cost_norm, ft__rmsnorm_scratch, ft__rmsnorm_forward,
+    ft__rmsnorm_backward, NULL, NULL, NULL
+};
+
+FT_API ft_status ft_rmsnorm(ft_ctx *ctx, ft_tensor **y, ft_tensor *x, ft_tensor *w, double eps)
+{
+    ft_tensor *in[2];
+    ft_attr attr;
+    memset(&attr, 0, sizeof attr);
+    attr.f[0] = eps;
+    in[0] = x;
+    in[1] = w;
+    return ft_apply(ctx, &ft__op_rmsnorm, in, &attr, y);
+}
+
+/* ---- residual + RMSNorm ---- */
+
+static ft_status ft__add_rmsnorm_infer(ft_op_call *call)
+{
+    FT_TRY(ft__want_floats(call, 3));
+    FT_TRY(ft__want_eps(call));
+    if (!ft__same_shape(&call->in[0], &call->in[1]))
+        return ft__shape_error(call, 0, 1, "x and delta must have one shape");
+    FT_TRY(ft__want_weight(call, 2));
+    ft__out_like(call, 0, &call->in[0]);
+    ft__out_like(call, 1, &call->in[0]);
+    return FT_OK;
+}
+
+static void ft__add_row(const ft_view *y, const ft_view *a, const ft_view *b, int64_t first,
+                        int64_t n)
+{
+    float xs[FT__BLOCK], ds[FT__BLOCK];
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        int64_t m = ft__span(n, at);
+        ft__get(xs, a, first + at, m);
+        ft__get(ds, b, first + at, m);
+        for (int64_t j = 0; j < m; j++) xs[j] += ds[j];
+        ft__put(y, first + at, m, xs, 0);
+    }
+}
+
+/* The norm reads the sum as it is stored, so that a replay from the sum gives the same bits. */
+static ft_status ft__add_rmsnorm_rows(const ft_op_call *call, int add)
+{
+    int64_t n = ft__view_rows(&call->out[0]), C = ft__view_cols(&call->out[0]);
+    for (int64_t i = 0; i < n; i++) {
+        if (add) ft__add_row(&call->out[0], &call->in[0], &call->in[1], i * C, C);
+        ft__rms_row(&call->out[1], &call->out[0], &call->in[2], i * C, C, call->attr.f[0]);
+    }
+    return FT_OK;
+}
+
+static ft_status ft__add_rmsnorm_forward(const ft_op_call *call)
+{
+    return ft__add_rmsnorm_rows(call, 1);
+}
+
+static ft_status ft__add_rmsnorm_replay(const ft_op_call *call)
+{
+    return ft__add_rmsnorm_rows(call, 0);
+}
+
+static void ft__add_rmsnorm_scratch(ft_op_call *call)
+{
+    if (call->backward && call->din[2].present)
+        call->workspace_bytes = (size_t)ft__view_cols(&call->out[0]) * sizeof(float);
+}
+
+static ft_status ft__add_rmsnorm_backward(const ft_op_call *call)
+{
+    int64_t n = ft__view_rows(&call->out[0]), C = ft__view_cols(&call->out[0]);
+    int to = call->din[0].present ? 0 : 1; /* one buffer holds the gradient of both */
+    float *dw = call->din[2].present ? (float *)call->workspace : NULL;
+    ft__rms_grads a;
+    a.x = &call->out[0];
+    a.dy = &call->dout[1];
+    a.pass = &call->dout[0];
+    a.dx = call->din[to].present ? &call->din[to] : NULL;
+    a.accumulate = call->accumulate[to];
+    a.eps = call->attr.f[0];
+    if (dw) memset(dw, 0, (size_t)C * sizeof(float));
+    for (int64_t i = 0; i < n; i++) ft__rms_row_backward(&a, &call->in[2], dw, i * C, C);
+    if (dw) ft__put(&call->din[2], 0, C, dw, call->accumulate[2]);
+    return FT_OK;
+}
+
+static const ft_op ft__op_add_rmsnorm = {
+    "add_rmsnorm", 3, 2, 0, FT_IN(0) | FT_IN(1) | FT_IN(2), FT_IN(0) | FT_IN(1) | FT_IN(2),
+    { FT_OUT(0) | FT_IN(2), FT_OUT(0) | FT_IN(2), FT_OUT(0) }, FT_OUT(1), FT_OUT(0) | FT_IN(2),
+    FT_OP_GRAD_OVER_DOUT | FT_OP_GRAD_SAME_01,
+    ft__add_rmsnorm_infer, ft__cost_few, ft__add_rmsnorm_scratch, ft__add_rmsnorm_forward,
+    ft__add_rmsnorm_backward, ft__add_rmsnorm_replay, NULL, NULL
+};
+
+FT_API ft_status ft_add_rmsnorm(ft_ctx *ctx, ft_tensor **sum, ft_tensor **y, ft_tensor *x,
+                                ft_tensor *delta, ft_tensor *w, double eps)
+{
+    ft_tensor *in[3], *out[2];
+    ft_attr attr;
+    memset(&attr, 0, sizeof attr);
+    attr.f[0] = eps;
+    in[0] = x;
+    in[1] = delta;
+    in[2] = w;
+    FT_TRY(ft_apply(ctx, &ft__op_add_rmsnorm, in, &attr, out));
+    *sum = out[0];
+    *y = out[1];
+    return FT_OK;
+}
+
+/* ---- packed heads: qkv[B,T,(H+2K)*D], attr.i = H, K, D ---- */
+
+static ft_status ft__want_heads(const ft_op_call *call)
+{
+    const int64_t H = call->attr.i[0], K = call->attr.i[1], D = call->attr.i[2];
+    const int64_t most = (int64_t)1 << 24;
+    char text[160];
+    if (H < 1 || K < 1 || D < 1 || H > most || K > most || D > most || H % K != 0)
+        return ft_error(FT_ERR_ARG, "%s: %lld query heads, %lld kv heads of size %lld: all must be "
+                        "positive, and the query heads a multiple of the kv heads", call->op->name,
+                        (long long)H, (long long)K, (long long)D);
+    FT_TRY(ft__want_float(call, 0));
+    if (call->in[0].ndim == 3 && call->in[0].shape[2] / D == H + 2 * K &&
+        call->in[0].shape[2] % D == 0) return FT_OK;
+    return ft_error(FT_ERR_SHAPE, "%s: qkv is %s, it must be [B,T,(H+2K)*D] with H %lld, K %lld, "
+                    "D %lld", call->op->name, ft__view_text(&call->in[0], text, sizeof text),
+                    (long long)H, (long long)K, (long long)D);
+}
+
+static void ft__heads_attr(ft_attr *attr, int64_t H, int64_t K, int64_t D, double eps)
+{
+    memset(attr, 0, sizeof *attr);
+    attr->i[0] = H;
+    attr->i[1] = K;
+    attr->i[2] = D;
+    attr->f[0] = eps;
+}
+
+/* n elements from `first` go over as they are; nothing to do where both are the same memory. */
+static void ft__span_copy(const ft_view *to, const ft_view *from, int64_t first, int64_t n, int add)
+{
+    float block[FT__BLOCK];
+    if (from->present && to->data == from->data) return;
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        ft__get_grad(block, from, first + at, ft__span(n, at));
+        ft__put(to, first + at, ft__span(n, at), block, add);
+    }
+}
+
+/* ---- RoPE ---- */
+
+static ft_status ft__rope_infer(ft_op_call *call)
+{
+    const ft_view *table = &call->in[1];
+    int64_t D = call->attr.i[2];
+    FT_TRY(ft__want_heads(call));
+    if (D % 2)
+        return ft_error(FT_ERR_ARG, "rope: head size %lld is odd; pairs are rotated", (long long)D);
+    if (table->dtype != FT_F32 || table->ndim != 3 || table->shape[0] < call->in[0].shape[1] ||
+        table->shape[1] != D / 2 || table->shape[2] != 2)
+        return ft__shape_error(call, 0, 1, "the table must be fp32 [at least T, D/2, 2], from "
+                               "ft_rope_table");
+    ft__out_like(call, 0, &call->in[0]);
+    return FT_OK;
+}
+
+/* Pairs i..i+m of one head by m angles: (x, y) -> (x cos - y sin, x sin + y cos). */
+static void ft__rope_pairs(const ft_view *to, const ft_view *from, int64_t x, int64_t y, int64_t m,
+                           const float *c, const float *s, int add)
+{
+    float xs[FT__BLOCK], ys[FT__BLOCK];
+    ft__get_grad(xs, from, x, m);
+    ft__get_grad(ys, from, y, m);
+    for (int64_t j = 0; j < m; j++) {
+        float left = xs[j] * c[j] - ys[j] * s[j], right = xs[j] * s[j] + ys[j] * c[j];
+        xs[j] = left;
+        ys[j] = right;
+    }
+    ft__put(to, x, m, xs, add);
+    ft__put(to, y, m, ys, add);
+}
+
+/* sign 1 rotates, -1 rotates back (the transpose, hence backward). `to` may be `from`. */
+static void ft__rope_run(const ft_op_call *call, const ft_view *to, const ft_view *from, float sign,
+                         int add)
+{
+    const ft_view *qkv = &call->in[0];
+    const float *table = (const float *)call->in[1].data;
+    const int64_t H = call->attr.i[0], K = call->attr.i[1], D = call->attr.i[2], half = D / 2;
+    const int64_t B = qkv->shape[0], T = qkv->shape[1], W = qkv->shape[2];
+    float c[FT__BLOCK], s[FT__BLOCK];
+    for (int64_t row = 0; row < B * T; row++) {
+        const float *angles = table + row % T * D;
+        for (int64_t at = 0; at < half; at += FT__BLOCK) {
+            int64_t m = ft__span(half, at);
+            for (int64_t j = 0; j < m; j++) {
+                c[j] = angles[2 * (at + j)];
+                s[j] = sign * angles[2 * (at + j) + 1];
+            }
+            for (int64_t h = 0; h < H + K; h++) {
+                int64_t x = row * W + h * D + at;
+                ft__rope_pairs(to, from, x, x + half, m, c, s, add);
+            }
+        }
+        ft__span_copy(to, from, row * W + (H + K) * D, K * D, add);
+    }
+}
+
+static ft_status ft__rope_forward(const ft_op_call *call)
+{
+    ft__rope_run(call, &call->out[0], &call->in[0], 1.0f, 0);
+    return FT_OK;
+}
+
+static ft_status ft__rope_backward(const ft_op_call *call)
+{
+    if (call->din[0].present)
+        ft__rope_run(call, &call->din[0], &call->dout[0], -1.0f, call->accumulate[0]);
+    return FT_OK;
+}
+
+static const ft_op ft__op_rope = {
+    "rope", 2, 1, 0, FT_IN(0), FT_IN(0), { FT_IN(1) }, 0, 0,
+    FT_OP_INPLACE | FT_OP_GRAD_OVER_DOUT,
+    ft__rope_infer, ft__cost_few, NULL, ft__rope_forward, ft__rope_backward, NULL, NULL, NULL
+};
+
+FT_API ft_status ft_rope(ft_ctx *ctx, ft_tensor **y, ft_tensor *qkv, ft_tensor *table, int64_t H,
+                         int64_t K, int64_t D)
+{
+    ft_tensor *in[2];
+    ft_attr attr;
+    ft__heads_attr(&attr, H, K, D, 0);
+    in[0] = qkv;
+    in[1] = table;
+    return ft_apply(ctx, &ft__op_rope, in, &attr, y);
+}
+
+/* Llama 3's scaling: short wavelengths stay, long ones are stretched by `factor`, those between are
+   interpolated. In fp32 step by step, as the reference implementation computes it: angles at far
+   positions magnify the last bit of a frequency. */
+static float ft__rope_scaled(float f, const ft_rope_scaling *scaling)
+{
+    float context = (float)scaling->original_context, factor = (float)scaling->factor;
+    float low = (float)scaling->low_freq_factor, high = (float)scaling->high_freq_factor;
+    float wavelength = 6.28318530717958647692f / f;
+    if (wavelength > context / low) return f / factor;
+    if (wavelength < context / high) return f;
+    float smooth = (context / wavelength - low) / (high - low);
+    return (1.0f - smooth) * f / factor + smooth * f;
+}
+
+static void ft__rope_fill(float *table, int64_t T, int64_t D, double theta,
+                          const ft_rope_scaling *scaling)
+{
+    for (int64_t i = 0; i < D / 2; i++) {
+        float exponent = (float)(2 * i) / (float)D;
+        float f = 1.0f / (float)pow(theta, (double)exponent);
+        if (scaling) f = ft__rope_scaled(f, scaling);
+        for (int64_t t = 0; t < T; t++) {
+            float angle = (float)t * f;
+            table[t * D + 2 * i] = (float)cos((double)angle);
+            table[t * D + 2 * i + 1] = (float)sin((double)angle);
+        }
+    }
+}
+
+FT_API ft_status ft_rope_table(ft_ctx *ctx, ft_tensor **table, int64_t T, int64_t D, double theta,
+                               const ft_rope_scaling *scaling)
+{
+    int64_t shape[3];
+    ft_tensor *made;
+    if (scaling && (scaling->factor == 0 || scaling->factor == 1)) scaling = NULL;
+    if (T < 1 || D < 2 || D % 2 || !(theta > 0) || T > INT64_MAX / 16 / D)
+        return ft_error(FT_ERR_ARG, "ft_rope_table: T %lld, D %lld, theta %g: T and theta must be "
+                        "positive, D positive and even", (long long)T, (long long)D, theta);
+    if (scaling && (!(scaling->factor > 0) || !(scaling->low_freq_factor > 0) ||
+                    !(scaling->high_freq_factor > scaling->low_freq_factor) ||
+                    scaling->original_context < 1))
+        return ft_error(FT_ERR_ARG, "ft_rope_table: scaling factor %g, frequency factors %g and "
+                        "%g, context %lld: all must be positive, the low factor below the high one",
+                        scaling->factor, scaling->low_freq_factor, scaling->high_freq_factor,
+                        (long long)scaling->original_context);
+    shape[0] = T;
+    shape[1] = D / 2;
+    shape[2] = 2;
+    FT_TRY(ft_tensor_create(ctx, &made, FT_F32, 3, shape, FT_TAG_OTHER));
+    *table = made;
+    if (ft_ctx_device(ctx) == FT_META) return FT_OK;
+    float *values = (float *)FT_MALLOC(ft_bytes(made));
+    if (!values)
+        return ft_error(FT_ERR_OOM, "ft_rope_table: no host memory for %zu bytes", ft_bytes(made));
+    ft__rope_fill(values, T, D, theta, scaling);
+    ft_status status = ft_upload(made, values);
+    FT_FREE(values);
+    return status;
+}
+
+/* ---- norm of each query and key head ---- */
+
+static ft_status ft__head_norm_infer(ft_op_call *call)
+{
+    FT_TRY(ft__want_heads(call));
+    FT_TRY(ft__want_floats(call, 3));
+    FT_TRY(ft__want_eps(call));
+    for (int i = 1; i < 3; i++)
+        if (call->in[i].ndim != 1 || call->in[i].shape[0] != call->attr.i[2])
+            return ft__shape_error(call, 0, i, "a head's norm weight must be [D]");
+    ft__out_like(call, 0, &call->in[0]);
+    return FT_OK;
+}
+
+static ft_status ft__head_norm_forward(const ft_op_call *call)
+{
+    const int64_t H = call->attr.i[0], K = call->attr.i[1], D = call->attr.i[2];
+    const int64_t n = ft__view_rows(&call->in[0]), W = ft__view_cols(&call->in[0]);
+    for (int64_t row = 0; row < n; row++) {
+        for (int64_t h = 0; h < H + K; h++)
+            ft__rms_row(&call->out[0], &call->in[0], &call->in[h < H ? 1 : 2], row * W + h * D, D,
+                        call->attr.f[0]);
+        ft__span_copy(&call->out[0], &call->in[0], row * W + (H + K) * D, K * D, 0);
+    }
+    return FT_OK;
+}
+
+static void ft__head_norm_scratch(ft_op_call *call)
+{
+    if (call->backward && (call->din[1].present || call->din[2].present))
+        call->workspace_bytes = (size_t)call->attr.i[2] * 2 * sizeof(float);
+}
+
+static ft_status ft__head_norm_backward(const ft_op_call *call)
+{
+    const int64_t H = call->attr.i[0], K = call->attr.i[1], D = call->attr.i[2];
+    const int64_t n = ft__view_rows(&call->in[0]), W = ft__view_cols(&call->in[0]);
+    ft__rms_grads a;
+    float *dw[2];
+    a.x = &call->in[0];
+    a.dy = &call->dout[0];
+    a.pass = NULL;
+    a.dx = call->din[0].present ? &call->din[0] : NULL;
+    a.accumulate = call->accumulate[0];
+    a.eps = call->attr.f[0];
+    for (int k = 0; k < 2; k++) {
+        dw[k] = call->din[1 + k].present ? (float *)call->workspace + k * D : NULL;
+        if (dw[k]) memset(dw[k], 0, (size_t)D * sizeof(float));
+    }
+    for (int64_t row = 0; row < n; row++) {
+        for (int64_t h = 0; h < H + K; h++) {
+            int k = h >= H;
+            if (a.dx || dw[k])
+                ft__rms_row_backward(&a, &call->in[1 + k], dw[k], row * W + h * D, D);
+        }
+        if (a.dx)
+            ft__span_copy(a.dx, &call->dout[0], row * W + (H + K) * D, K * D, a.accumulate);
+    }
+    for (int k = 0; k < 2; k++)
+        if (dw[k]) ft__put(&call->din[1 + k], 0, D, dw[k], call->accumulate[1 + k]);
+    return FT_OK;
+}
+
+static const ft_op ft__op_head_norm = {
+    "head_norm", 3, 1, 0, FT_IN(0) | FT_IN(1) | FT_IN(2), FT_IN(0) | FT_IN(1) | FT_IN(2),
+    { FT_IN(0) | FT_IN(1) | FT_IN(2), FT_IN(0), FT_IN(0) }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
+    ft__head_norm_infer, ft__cost_norm, ft__head_norm_scratch, ft__head_norm_forward,
+    ft__head_norm_backward, NULL, NULL, NULL
+};
+
+FT_API ft_status ft_head_norm(ft_ctx *ctx, ft_tensor **y, ft_tensor *qkv, ft_tensor *wq,
+                              ft_tensor *wk, int64_t H, int64_t K, int64_t D, double eps)
+{
+    ft_tensor *in[3];
+    ft_attr attr;
+    ft__heads_attr(&attr, H, K, D, eps);
+    in[0] = qkv;
+    in[1] = wq;
+    in[2] = wk;
+    return ft_apply(ctx, &ft__op_head_norm, in, &attr, y);
+}
+
+/* ---- attention ----
+
+   For each sequence b and kv head k the keys and values go, in fp32, into blocks of FT__KEYS keys
+   padded with zeros; FT__TILE query rows of a head at a time meet them block by block, with the
+   running maximum and sum of the streaming softmax. All inner products are one small kernel,
+   ft__tile_gemm, whose 4 x 16 results stay in registers. Backward forms the probabilities again
+   from the saved log-sum-exp, and gathers dk and dv of a kv head in fp32 over its query heads.
+   Workspace, in floats, P = T rounded up to FT__KEYS, E = D rounded up to FT__SUMS: 2 P E forward,
+   5 P E backward, and a few tiles. */
+
+#define FT__KEYS 64
+#define FT__TILE 4
+
+/* c[4,n] (+)= a[4,k] b[k,n], n a multiple of 16. */
+static void ft__tile_gemm(float *c, int64_t ldc, const float *a, int64_t lda, const float *b,
+                          int64_t ldb, int64_t n, int64_t k, int add)
+{
+    for (int64_t at = 0; at < n; at += FT__SUMS) {
+        float s0[FT__SUMS], s1[FT__SUMS], s2[FT__SUMS], s3[FT__SUMS];
+        for (int j = 0; j < FT__SUMS; j++) s0[j] = s1[j] = s2[j] = s3[j] = 0;
+        for (int64_t i = 0; i < k; i++) {
+            const float *row = b + i * ldb + at;
+            float a0 = a[i], a1 = a[lda + i], a2 = a[2 * lda + i], a3 = a[3 * lda + i];
+            for (int j = 0; j < FT__SUMS; j++) {
+                s0[j] += a0 * row[j];
+                s1[j] += a1 * row[j];
+                s2[j] += a2 * row[j];
+                s3[j] += a3 * row[j];
+            }
+        }
+        float *to = c + at;
+        for (int j = 0; j < FT__SUMS; j++) {
+            to[j] = add ? to[j] + s0[j] : s0[j];
+            to[ldc + j] = add ? to[ldc + j] + s1[j] : s1[j];
+            to[2 * ldc + j] = add ? to[2 * ldc + j] + s2[j] : s2[j];
+            to[3 * ldc + j] = add ? to[3 * ldc + j] + s3[j] : s3[j];
+        }
+    }
+}
+
+/* c[rows,n] += p[4,rows]^T a[4,n], n a multiple of 16; p's rows are FT__KEYS apart. */
+static void ft__tile_outer(float *c, const float *p, const float *a, int64_t rows, int64_t n)
+{
+    for (int64_t i = 0; i < rows; i++) {
+        float p0 = p[i], p1 = p[FT__KEYS + i], p2 = p[2 * FT__KEYS + i], p3 = p[3 * FT__KEYS + i];
+        for (int64_t at = 0; at < n; at += FT__SUMS) {
+            float *to = c + i * n + at;
+            const float *from = a + at;
+            float sum[FT__SUMS];
+            for (int j = 0; j < FT__SUMS; j++)
+                sum[j] = to[j] + p0 * from[j] + p1 * from[n + j] + p2 * from[2 * n + j] +
+                         p3 * from[3 * n + j];
+            for (int j = 0; j < FT__SUMS; j++) to[j] = sum[j];
+        }
+    }
+}
+
+typedef struct ft__att { /* sizes and workspace of one call */
+    int64_t B, T, H, K, D, W, P, E;
+    float scale;
+    float *k, *kt, *v, *vt; /* k, v [P,E]; kt, vt [P/64][E][64]; which exist depends on the phase */
+    float *dk, *dv;         /* [P,E] */
+    float *q, *o, *g;       /* tiles [4,E]: queries, outputs or their gradients, gradients of q */
+    float *s, *ds;          /* tiles [4,64] */
+} ft__att;
+
+static int64_t ft__round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+static void ft__att_sizes(ft__att *a, const ft_op_call *call)
+{
+    memset(a, 0, sizeof *a);
+    a->B = call->in[0].shape[0];
+    a->T = call->in[0].shape[1];
+    a->W = call->in[0].shape[2];
+    a->H = call->attr.i[0];
+    a->K = call->attr.i[1];
+    a->D = call->attr.i[2];
+    a->P = ft__round_up(a->T, FT__KEYS);
+    a->E = ft__round_up(a->D, FT__SUMS);
+    a->scale = (float)(1.0 / sqrt((double)a->D));
+}
+
+static void ft__att_begin(ft__att *a, const ft_op_call *call)
+{
+    ft__att_sizes(a, call);
+    int64_t pe = a->P * a->E, te = FT__TILE * a->E;
+    float *at = (float *)call->workspace;
+    a->kt = at;
+    at += pe;
+    if (call->backward) {
+        a->k = at;
+        a->vt = at + pe;
+        a->dk = at + 2 * pe;
+        a->dv = at + 3 * pe;
+        at += 4 * pe;
+    } else {
+        a->v = at;
+        at += pe;
+    }
+    a->q = at;
+    a->o = at + te;
+    a->g = at + 2 * te;
+    a->s = at + 3 * te;
+    a->ds = a->s + FT__TILE * FT__KEYS;
+    memset(a->q, 0, (size_t)(3 * te) * sizeof(float));
+}
+
+static void ft__attention_scratch(ft_op_call *call)
+{
+    ft__att a;
+    ft__att_sizes(&a, call);
+    int64_t floats = a.P * a.E * (call->backward ? 5 : 2) + 3 * FT__TILE * a.E +
+                     2 * FT__TILE * FT__KEYS;
+    call->workspace_bytes = (size_t)floats * sizeof(float);
+}
+
+/* Rows of sequence b, D elements at column `col` of qkv, to rows[P,E] and, transposed by blocks of
+   keys, to cols[P/64][E][64]; either may be NULL. */
+static void ft__att_load(const ft__att *a, const ft_view *qkv, int64_t b, int64_t col, float *rows,
+                         float *cols)
+{
+    float *tile = a->q; /* one row, before the queries need the place */
+    for (int64_t t = 0; t < a->P; t++) {
+        float *row = rows ? rows + t * a->E : tile;
+        memset(row, 0, (size_t)a->E * sizeof(float));
+        if (t < a->T) ft__get(row, qkv, (b * a->T + t) * a->W + col, a->D);
+        if (!cols) continue;
+        float *to = cols + t / FT__KEYS * FT__KEYS * a->E + t % FT__KEYS;
+        for (int64_t d = 0; d < a->E; d++) to[d * FT__KEYS] = row[d];
+    }
+}
+
+/* Four rows of `from` (row length `width`) at column col, from position t; zero beyond T. */
+static void ft__att_tile(const ft__att *a, float *tile, const ft_view *from, int64_t width,
+                         int64_t b, int64_t t, int64_t col)
+{
+    for (int64_t r = 0; r < FT__TILE; r++) {
+        float *row = tile + r * a->E;
+        if (t + r < a->T) ft__get_grad(row, from, (b * a->T + t + r) * width + col, a->D);
+        else memset(row, 0, (size_t)a->D * sizeof(float));
+    }
+}
+
+static int64_t ft__att_seen(int64_t t, int64_t key) /* keys of the block that position t sees */
+{
+    int64_t n = t + 1 - key;
+    return n < 0 ? 0 : n < FT__KEYS ? n : FT__KEYS;
+}
+
+/* Streaming softmax of one row over one block: p = exp(s - m), older sums scaled to the new m. */
+static void ft__att_softmax(float *p, int64_t n, float *o, int64_t E, float *m, float *sum)
+{
+    float top = ft__row_top(p, n, *m), old = *sum > 0 ? ft__expf(*m - top) : 0.0f;
+    for (int64_t j = 0; j < n; j++) p[j] -= top;
+    ft__exp_row(p, n);
+    for (int64_t j = n; j < FT__KEYS; j++) p[j] = 0;
+    *sum = *sum * old + (float)ft__row_sum(p, n);
+    *m = top;
+    if (old == 1.0f) return;
+    for (int64_t d = 0; d < E; d++) o[d] *= old;
+}
+
+static void ft__att_forward_tile(const ft__att *a, const ft_op_call *call, int64_t b, int64_t h,
+                                 int64_t t)
+{
+    float m[FT__TILE], sum[FT__TILE], *lse = (float *)call->out[1].data;
+    int64_t last = t + FT__TILE < a->T ? t + FT__TILE : a->T;
+    ft__att_tile(a, a->q, &call->in[0], a->W, b, t, h * a->D);
+    for (int64_t i = 0; i < FT__TILE * a->E; i++) a->q[i] *= a->scale;
+    memset(a->o, 0, (size_t)(FT__TILE * a->E) * sizeof(float));
+    for (int r = 0; r < FT__TILE; r++) {
+        m[r] = -3.0e38f;
+        sum[r] = 0;
+    }
+    for (int64_t key = 0; key < last; key += FT__KEYS) {
+        int64_t n = ft__att_seen(last - 1, key);
+        ft__tile_gemm(a->s, FT__KEYS, a->q, a->E, a->kt + key * a->E, FT__KEYS,
+                      ft__round_up(n, FT__SUMS), a->D, 0);
+        for (int r = 0; r < FT__TILE; r++) {
+            int64_t seen = t + r < last ? ft__att_seen(t + r, key) : 0;
+            ft__att_softmax(a->s + r * FT__KEYS, seen, a->o + r * a->E, a->E, &m[r], &sum[r]);
+        }
+        ft__tile_gemm(a->o, a->E, a->s, FT__KEYS, a->v + key * a->E, a->E, a->E, n, 1);
+    }
+    for (int64_t r = 0; t + r < last; r++) {
+        float *row = a->o + r * a->E, inverse = 1.0f / sum[r];
+        for (int64_t d = 0; d < a->D; d++) row[d] *= inverse;
+        ft__put(&call->out[0], ((b * a->T + t + r) * a->H + h) * a->D, a->D, row, 0);
+        lse[(b * a->H + h) * a->T + t + r] = m[r] + logf(sum[r]);
+    }
+}
+
+static ft_status ft__attention_forward(const ft_op_call *call)
+{
+    ft__att a;
+    ft__att_begin(&a, call);
+    const int64_t H = a.H, K = a.K, D = a.D;
+    for (int64_t b = 0; b < a.B; b++)
+        for (int64_t k = 0; k < K; k++) {
+            ft__att_load(&a, &call->in[0], b, (H + k) * D, NULL, a.kt);
+            ft__att_load(&a, &call->in[0], b, (H + K + k) * D, a.v, NULL);
+            for (int64_t h = k * (H / K); h < (k + 1) * (H / K); h++)
+                for (int64_t t = 0; t < a.T; t += FT__TILE)
+                    ft__att_forward_tile(&a, call, b, h, t);
+        }
+    return FT_OK;
+}
+
+/* p = exp(s - lse), ds = p (dp - delta); on entry s holds q k^T, ds holds dp = do v^T. */
+static void ft__att_unsoftmax(float *s, float *ds, int64_t n, float lse, float delta, float scale)
+{
+    for (int64_t j = 0; j < n; j++) s[j] = s[j] * scale - lse;
+    ft__exp_row(s, n);
+    for (int64_t j = 0; j < n; j++) ds[j] = s[j] * (ds[j] - delta) * scale;
+    for (int64_t j = n; j < FT__KEYS; j++) s[j] = ds[j] = 0;
+}
+
+/* delta of a row is the dot product of o and do (Dao 2023, section 3.1). */
+static void ft__att_backward_tile(const ft__att *a, const ft_op_call *call, int64_t b, int64_t h,
+                                  int64_t t)
+{
+    float delta[FT__TILE];
+    const float *lse = (const float *)call->out[1].data + (b * a->H + h) * a->T;
+    int64_t last = t + FT__TILE < a->T ? t + FT__TILE : a->T, width = a->H * a->D;
+    ft__att_tile(a, a->o, &call->dout[0], width, b, t, h * a->D);
+    ft__att_tile(a, a->q, &call->out[0], width, b, t, h * a->D);
+    for (int r = 0; r < FT__TILE; r++)
+        delta[r] = (float)ft__row_dot(a->o + r * a->E, a->q + r * a->E, a->D);
+    ft__att_tile(a, a->q, &call->in[0], a->W, b, t, h * a->D);
+    memset(a->g, 0, (size_t)(FT__TILE * a->E) * sizeof(float));
+    for (int64_t key = 0; key < last; key += FT__KEYS) {
+        int64_t n = ft__att_seen(last - 1, key), wide = ft__round_up(n, FT__SUMS);
+        int64_t from = key * a->E;
+        ft__tile_gemm(a->s, FT__KEYS, a->q, a->E, a->kt + from, FT__KEYS, wide, a->D, 0);
+        ft__tile_gemm(a->ds, FT__KEYS, a->o, a->E, a->vt + from, FT__KEYS, wide, a->D, 0);
+        for (int r = 0; r < FT__TILE; r++) {
+            int64_t seen = t + r < last ? ft__att_seen(t + r, key) : 0;
+            ft__att_unsoftmax(a->s + r * FT__KEYS, a->ds + r * FT__KEYS, seen,
+                              seen ? lse[t + r] : 0.0f, delta[r], a->scale);
+        }
+        ft__tile_gemm(a->g, a->E, a->ds, FT__KEYS, a->k + from, a->E, a->E, n, 1);
+        ft__tile_outer(a->dv + from, a->s, a->o, n, a->E);
+        ft__tile_outer(a->dk + from, a->ds, a->q, n, a->E);
+    }
+    for (int64_t r = 0; t + r < last; r++)
+        ft__put(&call->din[0], (b * a->T + t + r) * a->W + h * a->D, a->D, a->g + r * a->E,
+                call->accumulate[0]);
+}
+
+static ft_status ft__attention_backward(const ft_op_call *call)
+{
+    ft__att a;
+    if (!call->din[0].present) return FT_OK;
+    ft__att_begin(&a, call);
+    const int64_t H = a.H, K = a.K, D = a.D;
+    for (int64_t b = 0; b < a.B; b++)
+        for (int64_t k = 0; k < K; k++) {
+            int64_t key_col = (H + k) * D, value_col = (H + K + k) * D;
+            ft__att_load(&a, &call->in[0], b, key_col, a.k, a.kt);
+            ft__att_load(&a, &call->in[0], b, value_col, NULL, a.vt);
+            memset(a.dk, 0, (size_t)(2 * a.P * a.E) * sizeof(float)); /* and dv behind it */
+            for (int64_t h = k * (H / K); h < (k + 1) * (H / K); h++)
+                for (int64_t t = 0; t < a.T; t += FT__TILE)
+                    ft__att_backward_tile(&a, call, b, h, t);
+            for (int64_t t = 0; t < a.T; t++) {
+                int64_t row = (b * a.T + t) * a.W;
+                ft__put(&call->din[0], row + key_col, D, a.dk + t * a.E, call->accumulate[0]);
+                ft__put(&call->din[0], row + value_col, D, a.dv + t * a.E, call->accumulate[0]);
+            }
+        }
+    return FT_OK;
+}
+
+static ft_status ft__attention_infer(ft_op_call *call)
+{
+    FT_TRY(ft__want_heads(call));
+    ft__out_like(call, 0, &call->in[0]);
+    call->out[0].shape[2] = call->attr.i[0] * call->attr.i[2];
+    ft__out_like(call, 1, &call->in[0]);
+    call->out[1].dtype = FT_F32;
+    call->out[1].shape[1] = call->attr.i[0];
+    call->out[1].shape[2] = call->in[0].shape[1];
+    return FT_OK;
+}
+
+/* 2 B H T^2 D: two products over the half of the square that causality leaves. */
+static void ft__attention_cost(const ft_op_call *call, double *flops, double *bytes)
+{
+    ft__cost_elems(call, 2.0 * (double)call->in[0].shape[1], flops, bytes);
+}
+
+static const ft_op ft__op_attention = {
+    "attention", 1, 2, 0, FT_IN(0), FT_IN(0), { FT_IN(0) | FT_OUT(0) | FT_OUT(1) }, 0, 0, 0,
+    ft__attention_infer, ft__attention_cost, ft__attention_scratch, ft__attention_forward,
+    ft__attention_backward, NULL, NULL, NULL
+};
+
+FT_API ft_status ft_attention(ft_ctx *ctx, ft_tensor **o, ft_tensor *qkv, int64_t H, int64_t K,
+                              int64_t D)
+{
+    ft_tensor *out[2];
+    ft_attr attr;
+    ft__heads_attr(&attr, H, K, D, 0);
+    FT_TRY(ft_apply(ctx, &ft__op_attention, &qkv, &attr, out));
+    ft_tensor_free(out[1]);
+    *o = out[0];
+    return FT_OK;
+}
+
+/* ---- SwiGLU: y = silu(gate) up, packed (gate, up) ---- */
+
+static ft_status ft__swiglu_infer(ft_op_call *call)
+{
+    char text[160];
+    FT_TRY(ft__want_float(call, 0));
+    if (ft__view_cols(&call->in[0]) % 2)
+        return ft_error(FT_ERR_SHAPE, "swiglu: gu is %s; its last dimension must be 2F",
+                        ft__view_text(&call->in[0], text, sizeof text));
+    ft__out_like(call, 0, &call->in[0]);
+    call->out[0].shape[call->out[0].ndim - 1] /= 2;
+    return FT_OK;
+}
+
+static ft_status ft__swiglu_forward(const ft_op_call *call)
+{
+    int64_t n = ft__view_rows(&call->out[0]), F = ft__view_cols(&call->out[0]);
+    float g[FT__BLOCK], u[FT__BLOCK], s[FT__BLOCK];
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t at = 0; at < F; at += FT__BLOCK) {
+            int64_t m = ft__span(F, at);
+            ft__get(g, &call->in[0], i * 2 * F + at, m);
+            ft__get(u, &call->in[0], i * 2 * F + F + at, m);
+            ft__sigmoid_row(s, g, m);
+            for (int64_t j = 0; j < m; j++) s[j] = g[j] * s[j] * u[j];
+            ft__put(&call->out[0], i * F + at, m, s, 0);
+        }
+    return FT_OK;
+}
+
+/* dgate = dy up s (1 + gate (1 - s)), dup = dy gate s, s = sigmoid(gate). din may be in. */
+static ft_status ft__swiglu_backward(const ft_op_call *call)
+{
+    int64_t n = ft__view_rows(&call->out[0]), F = ft__view_cols(&call->out[0]);
+    float g[FT__BLOCK], u[FT__BLOCK], s[FT__BLOCK], dy[FT__BLOCK];
+    if (!call->din[0].present) return FT_OK;
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t at = 0; at < F; at += FT__BLOCK) {
+            int64_t m = ft__span(F, at), gate = i * 2 * F + at;
+            ft__get(g, &call->in[0], gate, m);
+            ft__get(u, &call->in[0], gate + F, m);
+            ft__get_grad(dy, &call->dout[0], i * F + at, m);
+            ft__sigmoid_row(s, g, m);
+            for (int64_t j = 0; j < m; j++) {
+                float dup = dy[j] * g[j] * s[j];
+                g[j] = dy[j] * u[j] * s[j] * (1.0f + g[j] * (1.0f - s[j]));
+                u[j] = dup;
+            }
+            ft__put(&call->din[0], gate, m, g, call->accumulate[0]);
+            ft__put(&call->din[0], gate + F, m, u, call->accumulate[0]);
+        }
+    return FT_OK;
+}
+
+static const ft_op ft__op_swiglu = {
+    "swiglu", 1, 1, 0, FT_IN(0), FT_IN(0), { FT_IN(0) }, FT_OUT(0), 0, FT_OP_GRAD_OVER_IN,
+    ft__swiglu_infer, ft__cost_few, NULL, ft__swiglu_forward, ft__swiglu_backward, NULL, NULL, NULL
+};
+
+FT_API ft_status ft_swiglu(ft_ctx *ctx, ft_tensor **y, ft_tensor *gu)
+{
+    return ft_apply(ctx, &ft__op_swiglu, &gu, NULL, y);
+}
+
+/* ---- add and mul: b is a's shape, or a trailing part of it, repeated ---- */
+
+static ft_status ft__equal_infer(ft_op_call *call)
+{
+    FT_TRY(ft__want_floats(call, 2));
+    if (!ft__same_shape(&call->in[0], &call->in[1]))
+        return ft__shape_error(call, 0, 1, "the shapes must be equal");
+    ft__out_like(call, 0, &call->in[0]);
+    return FT_OK;
+}
+
+static ft_status ft__trailing_infer(ft_op_call *call)
+{
+    FT_TRY(ft__want_floats(call, 2));
+    if (!ft__trailing(&call->in[0], &call->in[1]))
+        return ft__shape_error(call, 0, 1, "input 1 must have input 0's shape, or its last "
+                               "dimensions");
+    ft__out_like(call, 0, &call->in[0]);
+    return FT_OK;
+}
+
+static ft_status ft__binary(const ft_op_call *call, int product)
+{
+    int64_t n = ft__view_elems(&call->in[1]), rows = ft__view_elems(&call->in[0]) / n;
+    float a[FT__BLOCK], b[FT__BLOCK];
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t at = 0; at < n; at += FT__BLOCK) {
+            int64_t m = ft__span(n, at);
+            ft__get(a, &call->in[0], i * n + at, m);
+            ft__get(b, &call->in[1], at, m);
+            if (product) for (int64_t j = 0; j < m; j++) a[j] *= b[j];
+            else for (int64_t j = 0; j < m; j++) a[j] += b[j];
+            ft__put(&call->out[0], i * n + at, m, a, 0);
+        }
+    return FT_OK;
+}
+
+static ft_status ft__add_forward(const ft_op_call *call) { return ft__binary(call, 0); }
+static ft_status ft__mul_forward(const ft_op_call *call) { return ft__binary(call, 1); }
+
+/* db: a block of columns at a time over all rows, so that its sum needs no memory. Before da, which
+   may lie over dout. */
+static void ft__binary_db(const ft_op_call *call, int product)
+{
+    int64_t n = ft__view_elems(&call->in[1]), rows = ft__view_elems(&call->in[0]) / n;
+    float sum[FT__BLOCK], g[FT__BLOCK], a[FT__BLOCK];
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        int64_t m = ft__span(n, at);
+        memset(sum, 0, sizeof sum);
+        for (int64_t i = 0; i < rows; i++) {
+            ft__get_grad(g, &call->dout[0], i * n + at, m);
+            if (product) {
+                ft__get(a, &call->in[0], i * n + at, m);
+                for (int64_t j = 0; j < m; j++) g[j] *= a[j];
+            }
+            for (int64_t j = 0; j < m; j++) sum[j] += g[j];
+        }
+        ft__put(&call->din[1], at, m, sum, call->accumulate[1]);
+    }
+}
+
+static ft_status ft__add_backward(const ft_op_call *call)
+{
+    if (call->din[1].present) ft__binary_db(call, 0);
+    if (call->din[0].present)
+        ft__span_copy(&call->din[0], &call->dout[0], 0, ft__view_elems(&call->in[0]),
+                 call->accumulate[0]);
+    return FT_OK;
+}
+
+static ft_status ft__mul_backward(const ft_op_call *call)
+{
+    int64_t n = ft__view_elems(&call->in[1]), rows = ft__view_elems(&call->in[0]) / n;
+    float g[FT__BLOCK], b[FT__BLOCK];
+    if (call->din[1].present) ft__binary_db(call, 1);
+    if (!call->din[0].present) return FT_OK;
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t at = 0; at < n; at += FT__BLOCK) {
+            int64_t m = ft__span(n, at);
+            ft__get_grad(g, &call->dout[0], i * n + at, m);
+            ft__get(b, &call->in[1], at, m);
+            for (int64_t j = 0; j < m; j++) g[j] *= b[j];
+            ft__put(&call->din[0], i * n + at, m, g, call->accumulate[0]);
+        }
+    return FT_OK;
+}
+
+static const ft_op ft__op_add = {
+    "add", 2, 1, 0, FT_IN(0) | FT_IN(1), FT_IN(0) | FT_IN(1), { 0 }, 0, 0, FT_OP_GRAD_PASS,
+    ft__equal_infer, ft__cost_one, NULL, ft__add_forward, NULL, NULL, NULL, NULL
+};
+
+static const ft_op ft__op_add_trailing = {
+    "add", 2, 1, 0, FT_IN(0) | FT_IN(1), FT_IN(0) | FT_IN(1), { 0 }, 0, 0, FT_OP_GRAD_OVER_DOUT,
+    ft__trailing_infer, ft__cost_one, NULL, ft__add_forward, ft__add_backward, NULL, NULL, NULL
+};
+
+static const ft_op ft__op_add_inplace = {
+    "add_inplace", 2, 1, 0, FT_IN(0) | FT_IN(1), FT_IN(0) | FT_IN(1), { 0 }, 0, 0,
+    FT_OP_INPLACE | FT_OP_GRAD_PASS,
+    ft__equal_infer, ft__cost_one, NULL, ft__add_forward, NULL, NULL, NULL, NULL
+};
+
+static const ft_op ft__op_mul = {
+    "mul", 2, 1, 0, FT_IN(0) | FT_IN(1), FT_IN(0) | FT_IN(1), { FT_IN(1), FT_IN(0) }, FT_OUT(0), 0,
+    FT_OP_GRAD_OVER_DOUT,
+    ft__trailing_infer, ft__cost_one, NULL, ft__mul_forward, ft__mul_backward, NULL, NULL, NULL
+};
+
+FT_API ft_status ft_add(ft_ctx *ctx, ft_tensor **y, ft_tensor *a, ft_tensor *b)
+{
+    ft_tensor *in[2];
+    in[0] = a;
+    in[1] = b;
+    int trailing = a && b && ft_numel(a) != ft_numel(b);
+    return ft_apply(ctx, trailing ? &ft__op_add_trailing : &ft__op_add, in, NULL, y);
+}
+
+FT_API ft_status ft_add_inplace(ft_ctx *ctx, ft_tensor **y, ft_tensor *a, ft_tensor *b)
+{
+    ft_tensor *in[2];
+    in[0] = a;
+    in[1] = b;
+    return ft_apply(ctx, &ft__op_add_inplace, in, NULL, y);
+}
+
+FT_API ft_status ft_mul(ft_ctx *ctx, ft_tensor **y, ft_tensor *a, ft_tensor *b)
+{
+    ft_tensor *in[2];
+    in[0] = a;
+    in[1] = b;
+    return ft_apply(ctx, &ft__op_mul, in, NULL, y);
+}
+
+/* ---- one input, element by element ---- */
+
+static ft_status ft__unary_infer(ft_op_call *call)
+{
+    FT_TRY(ft__want_float(call, 0));
+    ft__out_like(call, 0, &call->in[0]);
+    return FT_OK;
+}
+
+typedef enum ft__unary_kind { FT__SCALE = 0, FT__GELU, FT__SILU } ft__unary_kind;
+
+/* x becomes f(x). */
+static void ft__unary_value(ft__unary_kind kind, float factor, float *x, int64_t n)
+{
+    float s[FT__BLOCK];
+    switch (kind) {
+    case FT__SCALE:
+        for (int64_t j = 0; j < n; j++) x[j] *= factor;
+        return;
+    case FT__GELU: /* Phi(x) = erfc(-x / sqrt 2) / 2 keeps its digits for negative x */
+        for (int64_t j = 0; j < n; j++) x[j] *= 0.5f * erfcf(-0.70710678118654752f * x[j]);
+        return;
+    case FT__SILU:
+        ft__sigmoid_row(s, x, n);
+        for (int64_t j = 0; j < n; j++) x[j] *= s[j];
+        return;
+    }
+}
+
+/* g becomes g f'(x). gelu' = Phi(x) + x phi(x); silu' = s (1 + x (1 - s)). */
+static void ft__unary_slope(ft__unary_kind kind, float factor, float *g, const float *x, int64_t n)
+{
+    float s[FT__BLOCK];
+    switch (kind) {
+    case FT__SCALE:
+        for (int64_t j = 0; j < n; j++) g[j] *= factor;
+        return;
+    case FT__GELU:
+        for (int64_t j = 0; j < n; j++) s[j] = -0.5f * x[j] * x[j];
+        ft__exp_row(s, n);
+        for (int64_t j = 0; j < n; j++)
+            g[j] *= 0.5f * erfcf(-0.70710678118654752f * x[j]) +
+                    0.39894228040143268f * x[j] * s[j];
+        return;
+    case FT__SILU:
+        ft__sigmoid_row(s, x, n);
+        for (int64_t j = 0; j < n; j++) g[j] *= s[j] * (1.0f + x[j] * (1.0f - s[j]));
+        return;
+    }
+}
+
+static ft_status ft__unary_forward(const ft_op_call *call, ft__unary_kind kind)
+{
+    int64_t n = ft__view_elems(&call->in[0]);
+    float x[FT__BLOCK];
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        int64_t m = ft__span(n, at);
+        ft__get(x, &call->in[0], at, m);
+        ft__unary_value(kind, (float)call->attr.f[0], x, m);
+        ft__put(&call->out[0], at, m, x, 0);
+    }
+    return FT_OK;
+}
+
+static ft_status ft__unary_backward(const ft_op_call *call, ft__unary_kind kind)
+{
+    int64_t n = ft__view_elems(&call->in[0]);
+    float x[FT__BLOCK], g[FT__BLOCK];
+    if (!call->din[0].present) return FT_OK;
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        int64_t m = ft__span(n, at);
+        if (kind != FT__SCALE) ft__get(x, &call->in[0], at, m);
+        ft__get_grad(g, &call->dout[0], at, m);
+        ft__unary_slope(kind, (float)call->attr.f[0], g, x, m);
+        ft__put(&call->din[0], at, m, g, call->accumulate[0]);
+    }
+    return FT_OK;
+}
+
+static ft_status ft__scale_forward(const ft_op_call *c) { return ft__unary_forward(c, FT__SCALE); }
+static ft_status ft__scale_backward(const ft_op_call *c)
+{
+    return ft__unary_backward(c, FT__SCALE);
+}
+static ft_status ft__gelu_forward(const ft_op_call *c) { return ft__unary_forward(c, FT__GELU); }
+static ft_status ft__gelu_backward(const ft_op_call *c) { return ft__unary_backward(c, FT__GELU); }
+static ft_status ft__silu_forward(const ft_op_call *c) { return ft__unary_forward(c, FT__SILU); }
+static ft_status ft__silu_backward(const ft_op_call *c) { return ft__unary_backward(c, FT__SILU); }
+
+static const ft_op ft__op_scale = {
+    "scale", 1, 1, 0, FT_IN(0), FT_IN(0), { 0 }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
+    ft__unary_infer, ft__cost_one, NULL, ft__scale_forward, ft__scale_backward, NULL, NULL, NULL
+};
+
+static const ft_op ft__op_gelu = {
+    "gelu", 1, 1, 0, FT_IN(0), FT_IN(0), { FT_IN(0) }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
+    ft__unary_infer, ft__cost_few, NULL, ft__gelu_forward, ft__gelu_backward, NULL, NULL, NULL
+};
+
+static const ft_op ft__op_silu = {
+    "silu", 1, 1, 0, FT_IN(0), FT_IN(0), { FT_IN(0) }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
+    ft__unary_infer, ft__cost_few, NULL, ft__silu_forward, ft__silu_backward, NULL, NULL, NULL
+};
+
+FT_API ft_status ft_scale(ft_ctx *ctx, ft_tensor **y, ft_tensor *x, double factor)
+{
+    ft_attr attr;
+    memset(&attr, 0, sizeof attr);
+    attr.f[0] = factor;
+    return ft_apply(ctx, &ft__op_scale, &x, &attr, y);
+}
+
+FT_API ft_status ft_gelu(ft_ctx *ctx, ft_tensor **y, ft_tensor *x)
+{
+    return ft_apply(ctx, &ft__op_gelu, &x, NULL, y);
+}
+
+FT_API ft_status ft_silu(ft_ctx *ctx, ft_tensor **y, ft_tensor *x)
+{
+    return ft_apply(ctx, &ft__op_silu, &x, NULL, y);
+}
+
+/* ---- softmax over the last dimension ---- */
+
+static void ft__softmax_row(const ft_view *y, const ft_view *x, int64_t first, int64_t n)
+{
+    float e[FT__BLOCK], top = -INFINITY;
+    double sum = 0;
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        ft__get(e, x, first + at, ft__span(n, at));
+        top = ft__row_top(e, ft__span(n, at), top);
+    }
+    for (int pass = 0; pass < 2; pass++) {
+        float inverse = pass ? (float)(1.0 / sum) : 1.0f;
+        for (int64_t at = 0; at < n; at += FT__BLOCK) {
+            int64_t m = ft__span(n, at);
+            ft__get(e, x, first + at, m);
+            for (int64_t j = 0; j < m; j++) e[j] -= top;
+            ft__exp_row(e, m);
+            if (!pass) {
+                sum += ft__row_sum(e, m);
+                continue;
+            }
+            for (int64_t j = 0; j < m; j++) e[j] *= inverse;
+            ft__put(y, first + at, m, e, 0);
+        }
+    }
+}
+
+static ft_status ft__softmax_forward(const ft_op_call *call)
+{
+    int64_t rows = ft__view_rows(&call->in[0]), n = ft__view_cols(&call->in[0]);
+    for (int64_t i = 0; i < rows; i++) ft__softmax_row(&call->out[0], &call->in[0], i * n, n);
+    return FT_OK;
+}
+
+/* dx = y (dy - sum(dy y)) */
+static ft_status ft__softmax_backward(const ft_op_call *call)
+{
+    int64_t rows = ft__view_rows(&call->out[0]), n = ft__view_cols(&call->out[0]);
+    float y[FT__BLOCK], g[FT__BLOCK];
+    if (!call->din[0].present) return FT_OK;
+    for (int64_t i = 0; i < rows; i++) {
+        double sum = 0;
+        for (int64_t at = 0; at < n; at += FT__BLOCK) {
+            ft__get(y, &call->out[0], i * n + at, ft__span(n, at));
+            ft__get_grad(g, &call->dout[0], i * n + at, ft__span(n, at));
+            sum += ft__row_dot(g, y, ft__span(n, at));
+        }
+        for (int64_t at = 0; at < n; at += FT__BLOCK) {
+            int64_t m = ft__span(n, at);
+            ft__get(y, &call->out[0], i * n + at, m);
+            ft__get_grad(g, &call->dout[0], i * n + at, m);
+            for (int64_t j = 0; j < m; j++) g[j] = y[j] * (g[j] - (float)sum);
+            ft__put(&call->din[0], i * n + at, m, g, call->accumulate[0]);
+        }
+    }
+    return FT_OK;
+}
+
+static const ft_op ft__op_softmax = {
+    "softmax", 1, 1, 0, FT_IN(0), FT_IN(0), { FT_OUT(0) }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
+    ft__unary_infer, ft__cost_few, NULL, ft__softmax_forward, ft__softmax_backward, NULL, NULL, NULL
+};
+
+FT_API ft_status ft_softmax(ft_ctx *ctx, ft_tensor **y, ft_tensor *x)
+{
+    return ft_apply(ctx, &ft__op_softmax, &x, NULL, y);
+}
+
+/* ---- layer norm: y = (x - mean) r w + b; mean and r are recomputed in backward ---- */
+
+static ft_status ft__layer_norm_infer(ft_op_call *call)
+{
+    FT_TRY(ft__want_floats(call, 3));
+    FT_TRY(ft__want_weight(call, 1));
+    FT_TRY(ft__want_weight(call, 2));
+    FT_TRY(ft__want_eps(call));
+    ft__out_like(call, 0, &call->in[0]);
+    return FT_OK;
+}
+
+/* Two passes: the variance of the differences from the mean, which does not cancel. */
+static void ft__layer_stats(const ft_view *x, int64_t first, int64_t n, double eps, float *mean,
+                            float *r)
+{
+    float xs[FT__BLOCK];
+    double sum = 0, square = 0;
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        ft__get(xs, x, first + at, ft__span(n, at));
+        sum += ft__row_sum(xs, ft__span(n, at));
+    }
+    *mean = (float)(sum / (double)n);
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        int64_t m = ft__span(n, at);
+        ft__get(xs, x, first + at, m);
+        for (int64_t j = 0; j < m; j++) xs[j] -= *mean;
+        square += ft__row_dot(xs, xs, m);
+    }
+    *r = (float)(1.0 / sqrt(square / (double)n + eps));
+}
+
+static ft_status ft__layer_norm_forward(const ft_op_call *call)
+{
+    int64_t rows = ft__view_rows(&call->in[0]), C = ft__view_cols(&call->in[0]);
+    float xs[FT__BLOCK], ws[FT__BLOCK], bs[FT__BLOCK], mean, r;
+    for (int64_t i = 0; i < rows; i++) {
+        ft__layer_stats(&call->in[0], i * C, C, call->attr.f[0], &mean, &r);
+        for (int64_t at = 0; at < C; at += FT__BLOCK) {
+            int64_t m = ft__span(C, at);
+            ft__get(xs, &call->in[0], i * C + at, m);
+            ft__get(ws, &call->in[1], at, m);
+            ft__get(bs, &call->in[2], at, m);
+            for (int64_t j = 0; j < m; j++) xs[j] = (xs[j] - mean) * r * ws[j] + bs[j];
+            ft__put(&call->out[0], i * C + at, m, xs, 0);
+        }
+    }
+    return FT_OK;
+}
+
+static void ft__layer_norm_scratch(ft_op_call *call)
+{
+    if (call->backward && (call->din[1].present || call->din[2].present))
+        call->workspace_bytes = (size_t)ft__view_cols(&call->in[0]) * 2 * sizeof(float);
+}
+
+/* db += dy, for which x is not needed */
+static void ft__layer_db(const ft_op_call *call, int64_t first, int64_t C, float *db)
+{
+    float g[FT__BLOCK];
+    for (int64_t at = 0; at < C; at += FT__BLOCK) {
+        int64_t m = ft__span(C, at);
+        ft__get_grad(g, &call->dout[0], first + at, m);
+        for (int64_t j = 0; j < m; j++) db[at + j] += g[j];
+    }
+}
+
+/* u = (x - mean) r, g = dy w:  dx = r (g - mean(g) - u mean(g u)),  dw += dy u */
+static void ft__layer_row_backward(const ft_op_call *call, int64_t first, int64_t C, float *dw)
+{
+    float u[FT__BLOCK], g[FT__BLOCK], ws[FT__BLOCK], mean, r;
+    double sum = 0, dot = 0;
+    ft__layer_stats(&call->in[0], first, C, call->attr.f[0], &mean, &r);
+    for (int64_t at = 0; at < C; at += FT__BLOCK) {
+        int64_t m = ft__span(C, at);
+        ft__get(u, &call->in[0], first + at, m);
+        ft__get_grad(g, &call->dout[0], first + at, m);
+        for (int64_t j = 0; j < m; j++) u[j] = (u[j] - mean) * r;
+        if (dw)
+            for (int64_t j = 0; j < m; j++) dw[at + j] += g[j] * u[j];
+        if (!call->din[0].present) continue;
+        ft__get(ws, &call->in[1], at, m);
+        for (int64_t j = 0; j < m; j++) g[j] *= ws[j];
+        sum += ft__row_sum(g, m);
+        dot += ft__row_dot(g, u, m);
+    }
+    if (!call->din[0].present) return;
+    float g_mean = (float)(sum / (double)C), gu_mean = (float)(dot / (double)C);
+    for (int64_t at = 0; at < C; at += FT__BLOCK) {
+        int64_t m = ft__span(C, at);
+        ft__get(u, &call->in[0], first + at, m);
+        ft__get_grad(g, &call->dout[0], first + at, m);
+        ft__get(ws, &call->in[1], at, m);
+        for (int64_t j = 0; j < m; j++)
+            g[j] = r * (g[j] * ws[j] - g_mean - (u[j] - mean) * r * gu_mean);
+        ft__put(&call->din[0], first + at, m, g, call->accumulate[0]);
+    }
+}
+
+static ft_status ft__layer_norm_backward(const ft_op_call *call)
+{
+    int64_t rows = ft__view_rows(&call->in[0]), C = ft__view_cols(&call->in[0]);
+    float *sums = (float *)call->workspace;
+    float *dw = call->din[1].present ? sums : NULL;
+    float *db = call->din[2].present ? sums + C : NULL;
+    if (dw || db) memset(sums, 0, (size_t)(2 * C) * sizeof(float));
+    for (int64_t i = 0; i < rows; i++) {
+        if (db) ft__layer_db(call, i * C, C, db);
+        if (dw || call->din[0].present) ft__layer_row_backward(call, i * C, C, dw);
+    }
+    if (dw) ft__put(&call->din[1], 0, C, dw, call->accumulate[1]);
+    if (db) ft__put(&call->din[2], 0, C, db, call->accumulate[2]);
+    return FT_OK;
+}
+
+static const ft_op ft__op_layer_norm = {
+    "layer_norm", 3, 1, 0, FT_IN(0) | FT_IN(1) | FT_IN(2), FT_IN(0) | FT_IN(1) | FT_IN(2),
+    { FT_IN(0) | FT_IN(1), FT_IN(0), 0 }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
+    ft__layer_norm_infer, ft__cost_few, ft__layer_norm_scratch, ft__layer_norm_forward,
+    ft__layer_norm_backward, NULL, NULL, NULL
+};
+
+FT_API ft_status ft_layer_norm(ft_ctx *ctx, ft_tensor **y, ft_tensor *x, ft_tensor *w, ft_tensor *b,
+                               double eps)
+{
+    ft_tensor *in[3];
+    ft_attr attr;
+    memset(&attr, 0, sizeof attr);
+    attr.f[0] = eps;
+    in[0] = x;
+    in[1] = w;
+    in[2] = b;
+    return ft_apply(ctx, &ft__op_layer_norm, in, &attr, y);
+}
+
+/* ---- mean ---- */
+
+static ft_status ft__mean_infer(ft_op_call *call)
+{
+    FT_TRY(ft__want_float(call, 0));
+    memset(&call->out[0], 0, sizeof call->out[0]);
+    call->out[0].present = 1;
+    call->out[0].dtype = FT_F32;
+    call->out[0].ndim = 1;
+    call->out[0].shape[0] = 1;
+    return FT_OK;
+}
+
+static ft_status ft__mean_forward(const ft_op_call *call)
+{
+    int64_t n = ft__view_elems(&call->in[0]);
+    float x[FT__BLOCK];
+    double sum = 0;
+    for (int64_t at = 0; at < n; at += FT__BLOCK) {
+        ft__get(x, &call->in[0], at, ft__span(n, at));
+        sum += ft__row_sum(x, ft__span(n, at));
+    }
+    ft__store(call->out[0].data, FT_F32, 0, (float)(sum / (double)n), 0);
+    return FT_OK;
+}
+
+static ft_status ft__mean_backward(const ft_op_call *call)
+{
+    int64_t n = ft__view_elems(&call->in[0]);
+    float g[FT__BLOCK], dout;
+    if (!call->din[0].present) return FT_OK;
+    ft__get_grad(&dout, &call->dout[0], 0, 1);
+    for (int j = 0; j < FT__BLOCK; j++) g[j] = (float)((double)dout / (double)n);
+    for (int64_t at = 0; at < n; at += FT__BLOCK)
+        ft__put(&call->din[0], at, ft__span(n, at), g, call->accumulate[0]);
+    return FT_OK;
+}
+
+static const ft_op ft__op_mean = {
+    "mean", 1, 1, 0, FT_IN(0), FT_IN(0), { 0 }, 0, 0, 0,
+    ft__mean_infer, ft__cost_sum, NULL, ft__mean_forward, ft__mean_backward, NULL, NULL, NULL
+};
+
+FT_API ft_status ft_mean(ft_ctx *ctx, ft_tensor **y, ft_tensor *x)
+{
+    return ft_apply(ctx, &ft__op_mean, &x, NULL, y);
+}
+
+/* Known in every context, without ft_op_register. */
+static const ft_op *const ft__builtin_ops[] = {
+    &ft__op_embedding, &ft__op_rmsnorm, &ft__op_add_rmsnorm, &ft__op_linear, &ft__op_rope,
+    &ft__op_head_norm, &ft__op_attention, &ft__op_swiglu, &ft__op_linear_cross_entropy,
+    &ft__op_add, &ft__op_add_trailing, &ft__op_add_inplace, &ft__op_mul, &ft__op_scale,
+    &ft__op_gelu, &ft__op_silu, &ft__op_softmax, &ft__op_layer_norm, &ft__op_mean,
+    &ft__op_fill, &ft__op_copy, &ft__op_accumulate, NULL
+};
+
+/* ------------------------------------------------------------------------------ >>tensors.impl */
+
+FT_API size_t ft_dtype_bytes(ft_dtype dtype) { return dtype == FT_BF16 ? 2 : 4; }
+
+FT_API const char *ft_dtype_name(ft_dtype dtype)
+{
+    return dtype == FT_F32 ? "fp32" : dtype == FT_BF16 ? "bf16" : dtype == FT_I32 ? "int32" : "?";
+}
+
+FT_API uint16_t ft_bf16_from_f32(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (uint16_t)(bits >> 16 | 0x40u);
+    return (uint16_t)((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+
+FT_API float ft_f32_from_bf16(uint16_t bits)
+{
+    uint32_t wide = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &wide, 4);
+    return value;
+}
+
+static ft_tensor *ft__root(const ft_tensor *t)
+{
+    while (t->base) t = t->base;
+    return (ft_tensor *)(uintptr_t)t;
+}
+
+static ft_stream *ft__compute(ft_ctx *ctx) { return &ctx->streams[FT_STREAM_COMPUTE]; }
+
+FT_API int64_t ft_numel(const ft_tensor *tensor)
+{
+    int64_t n = 1;
+    for (int i = 0; i < tensor->ndim; i++) n *= tensor->shape[i];
+    return n;
+}
+
+FT_API size_t ft_bytes(const ft_tensor *tensor)
+{
+    return (size_t)ft_numel(tensor) * ft_dtype_bytes(tensor->dtype);
+}
+
+/* Shape as text for messages. Rotating through the caller's buffer keeps it free of globals. */
+static const char *ft__shape_text(int ndim, const int64_t *shape, char *text, size_t text_bytes)
+{
+    size_t at = 0;
+    text[0] = 0;
+    for (int i = 0; i < ndim && at + 24 < text_bytes; i++)
+        at += (size_t)snprintf(text + at, text_bytes - at, "%s%lld", i ? "," : "[",
+                               (long long)shape[i]);
+    snprintf(text + at, text_bytes - at, "%s", ndim ? "]" : "[]");
+    return text;
+}
+
+static ft_status ft__shape_check(int ndim, const int64_t *shape)
+{
+    char text[160];
+    if (ndim < 1 || ndim > FT_MAX_DIMS)
+        return ft_error(FT_ERR_SHAPE, "a tensor has 1 to %d dimensions, not %d", FT_MAX_DIMS, ndim);
+    int64_t n = 1;
+    for (int i = 0; i < ndim; i++) {
+        if (shape[i] < 1)
+            return ft_error(FT_ERR_SHAPE, "dimension %d of %s is not positive", i,
+                            ft__shape_text(ndim, shape, text, sizeof text));
+        if (shape[i] > INT64_MAX / 16 / n)
+            return ft_error(FT_ERR_SHAPE, "the elements of %s overflow 64 bits",
+                            ft__shape_text(ndim, shape, text, sizeof text));
+        n *= shape[i];
+    }
+    return FT_OK;
+}
+
+static ft_status ft__tensor_new(ft_ctx *ctx, ft_dtype dtype, int ndim, const int64_t *shape,
+                                ft_tensor **out)
+{
+    FT_TRY(ft__shape_check(ndim, shape));
+    if ((unsigned)dtype >= FT_DTYPE_COUNT)
+        return ft_error(FT_ERR_ARG, "unknown dtype %d", (int)dtype);
+    ft_tensor *t = (ft_tensor *)FT_MALLOC(sizeof *t);
+    if (!t) return ft_error(FT_ERR_OOM, "no host memory for a tensor record");
+    memset(t, 0, sizeof *t);
+    t->ctx = ctx;
+    t->dtype = dtype;
+    t->ndim = ndim;
+    for (int i = 0; i < ndim; i++) t->shape[i] = shape[i];
+    t->producer = -1;
+    t->held = 1;
+    t->keep = 1;
+    t->next = ctx->tensors;
+    if (t->next) t->next->prev = t;
+    ctx->tensors = t;
+    *out = t;
+    return FT_OK;
+}
+
+static void ft__tensor_drop_storage(ft_tensor *t)
+{
+    if (!t->storage) return;
+    ft__storage_release(t->storage, ft__compute(t->ctx));
+    t->storage = NULL;
+}
+
+static void ft__tensor_destroy(ft_tensor *t)
+{
+    if (t->grad) ft__tensor_destroy(t->grad);
+    ft__tensor_drop_storage(t);
+    if (t->prev) t->prev->next = t->next; else t->ctx->tensors = t->next;
+    if (t->next) t->next->prev = t->prev;
+    FT_FREE(t);
+}
+
+FT_API ft_status ft_tensor_empty(ft_ctx *ctx, ft_tensor **out, ft_dtype dtype, int ndim,
+                                 const int64_t *shape)
+{
+    return ft__tensor_new(ctx, dtype, ndim, shape, out);
+}
+
+FT_API ft_status ft_tensor_create(ft_ctx *ctx, ft_tensor **out, ft_dtype dtype, int ndim,
+                                  const int64_t *shape, ft_tag tag)
+{
+    ft_tensor *t;
+    FT_TRY(ft__tensor_new(ctx, dtype, ndim, shape, &t));
+    ft_status status = ft_tensor_attach(t, tag, ft__compute(ctx));
+    if (status != FT_OK) {
+        ft__tensor_destroy(t);
+        return status;
+    }
+    *out = t;
+    return FT_OK;
+}
+
+FT_API ft_status ft_tensor_view(ft_tensor *base, ft_tensor **out, int64_t offset_elems, int ndim,
+                                const int64_t *shape)
+{
+    ft_tensor *t;
+    FT_TRY(ft__tensor_new(base->ctx, base->dtype, ndim, shape, &t));
+    ft_status status = ft_tensor_bind(t, base, offset_elems);
+    if (status != FT_OK) ft__tensor_destroy(t);
+    else *out = t;
+    return status;
+}
+
+FT_API ft_status ft_tensor_bind(ft_tensor *tensor, ft_tensor *base, int64_t offset_elems)
+{
+    char text[160];
+    if (tensor->base || tensor->storage || tensor->tape || base->tape)
+        return ft_error(FT_ERR_STATE, "%s cannot become a view: it has storage or a base already",
+                        tensor->name ? tensor->name : "the tensor");
+    if (tensor->dtype != base->dtype || offset_elems < 0 ||
+        offset_elems > ft_numel(base) - ft_numel(tensor))
+        return ft_error(FT_ERR_SHAPE, "a %s view %s at element %lld leaves its %s base of %lld",
+                        ft_dtype_name(tensor->dtype),
+                        ft__shape_text(tensor->ndim, tensor->shape, text, sizeof text),
+                        (long long)offset_elems, ft_dtype_name(base->dtype),
+                        (long long)ft_numel(base));
+    tensor->base = base;
+    tensor->offset_elems = offset_elems;
+    return FT_OK;
+}
+
+FT_API int ft_tensor_need(const ft_tensor *tensor) { return tensor->need; }
+
+FT_API ft_status ft_tensor_attach(ft_tensor *tensor, ft_tag tag, ft_stream *home)
+{
+    if (tensor->base || tensor->storage)
+        return ft_error(FT_ERR_STATE, "%s cannot get storage: %s",
+                        tensor->name ? tensor->name : "the tensor",
+                        tensor->base ? "it is a view; attach to its base" : "it has some already");
+    if ((unsigned)tag >= FT_TAG_COUNT || !home)
+        return ft_error(FT_ERR_ARG, "ft_tensor_attach: tag %d, stream %p", (int)tag, (void *)home);
+    return ft__storage_create(tensor->ctx, ft_bytes(tensor), tag, &tensor->storage);
+}
+
+FT_API ft_status ft_tensor_detach(ft_tensor *tensor, ft_stream *last)
+{
+    if (!tensor->storage || !last)
+        return ft_error(FT_ERR_STATE, "%s has no storage of its own to free",
+                        tensor->name ? tensor->name : "the tensor");
+    ft__storage_release(tensor->storage, last);
+    tensor->storage = NULL;
+    return FT_OK;
+}
+
+FT_API int ft_tensor_present(const ft_tensor *tensor) { return ft__root(tensor)->storage != NULL; }
+
+FT_API void *ft_data(const ft_tensor *tensor)
+{
+    const ft_tensor *root = ft__root(tensor);
+    if (!root->storage || !root->storage->data) return NULL;
+    int64_t offset = 0;
+    for (const ft_tensor *t = tensor; t->base; t = t->base) offset += t->offset_elems;
+    return (char *)root->storage->data + (size_t)offset * ft_dtype_bytes(tensor->dtype);
+}
+
+static ft_view ft__view(const ft_tensor *t)
+{
+    ft_view v;
+    memset(&v, 0, sizeof v);
+    if (!t) return v;
+    v.present = 1;
+    v.dtype = t->dtype;
+    v.ndim = t->ndim;
+    memcpy(v.shape, t->shape, sizeof v.shape);
+    v.data = ft_data(t);
+    return v;
+}
+
+static const char *ft__tensor_label(const ft_tensor *t, char *text, size_t text_bytes)
+{
+    char shape[128];
+    snprintf(text, text_bytes, "%s %s %s", t->name ? t->name : "tensor", ft_dtype_name(t->dtype),
+             ft__shape_text(t->ndim, t->shape, shape, sizeof shape));
+    return text;
+}
+
+/* What an op or a copy is about to read must be there. A deferred output is computed now. */
+static ft_status ft__readable(ft_tensor *t, const char *reader)
+{
+    char text[224];
+    if (t->consumed)
+        return ft_error(FT_ERR_STATE, "%s reads %s, which an in-place op took over", reader,
+                        ft__tensor_label(t, text, sizeof text));
+    if (t->tape && !t->held)
+        return ft_error(FT_ERR_STATE, "%s reads %s after it was freed (by ft_tensor_free, or at the "
+                        "end of its segment: list it among the results of ft_segment_end)", reader,
+                        ft__tensor_label(t, text, sizeof text));
+    if (t->tape && !t->storage) FT_TRY(ft__deferred_run(t));
+    if (!ft_tensor_present(t))
+        return ft_error(FT_ERR_STATE, "%s reads %s, which has no storage now (a parameter must be "
+                        "gathered first)", reader, ft__tensor_label(t, text, sizeof text));
+    return FT_OK;
+}
+
+/* A write from outside the tape: tapes that saved the old value will refuse to use the new one. */
+static void ft__touch(ft_tensor *t) { ft__root(t)->version++; }
+
+typedef struct ft__copy_task { ft_ctx *ctx; void *to; size_t bytes; } ft__copy_task;
+
+static ft_status ft__upload_run(void *arg)
+{
+    ft__copy_task task;
+    memcpy(&task, arg, sizeof task);
+    ft__delay(task.ctx);
+    memcpy(task.to, (char *)arg + sizeof task, task.bytes);
+    return FT_OK;
+}
+
+FT_API ft_status ft_upload(ft_tensor *tensor, const void *host)
+{
+    ft_ctx *ctx = tensor->ctx;
+    FT_TRY(ft__readable(tensor, "ft_upload"));
+    ft__touch(tensor);
+    if (ctx->device == FT_META) return FT_OK;
+    ft__copy_task task;
+    task.ctx = ctx;
+    task.to = ft_data(tensor);
+    task.bytes = ft_bytes(tensor);
+    if (!ft__async(ctx)) { /* runs at once: no copy of the bytes to queue */
+        ft__delay(ctx);
+        memcpy(task.to, host, task.bytes);
+        return FT_OK;
+    }
+    char *packet = (char *)FT_MALLOC(sizeof task + task.bytes);
+    if (!packet) return ft_error(FT_ERR_OOM, "no host memory to queue %zu bytes", task.bytes);
+    memcpy(packet, &task, sizeof task);
+    memcpy(packet + sizeof task, host, task.bytes);
+    ft_status status = ft_stream_run(ft__compute(ctx), ft__upload_run, packet,
+                                     sizeof task + task.bytes);
+    FT_FREE(packet);
+    return status;
+}
+
+FT_API ft_status ft_download(const ft_tensor *tensor, void *host)
+{
+    ft_ctx *ctx = tensor->ctx;
+    FT_TRY(ft__readable((ft_tensor *)(uintptr_t)tensor, "ft_download"));
+    FT_TRY(ft_stream_sync(ft__compute(ctx)));
+    if (ctx->device == FT_META) memset(host, 0, ft_bytes(tensor));
+    else memcpy(host, ft_data(tensor), ft_bytes(tensor));
+    return FT_OK;
+}
+
+FT_API ft_status ft_fill(ft_tensor *tensor, double value, ft_stream *stream)
+{
+    ft_attr attr;
+    memset(&attr, 0, sizeof attr);
+    attr.f[0] = value;
+    return ft_op_run(stream, &ft__op_fill, &tensor, &tensor, &attr);
+}
+
+FT_API ft_status ft_copy(ft_tensor *to, const ft_tensor *from, ft_stream *stream)
+{
+    ft_tensor *in = (ft_tensor *)(uintptr_t)from;
+    if (ft_numel(to) != ft_numel(from))
+        return ft_error(FT_ERR_SHAPE, "ft_copy: %lld elements into %lld", (long long)ft_numel(from),
+                        (long long)ft_numel(to));
+    return ft_op_run(stream, &ft__op_copy, &in, &to, NULL);
+}
+
+FT_API ft_status ft_accumulate(ft_tensor *to, const ft_tensor *from, ft_stream *stream)
+{
+    ft_tensor *in[2];
+    in[0] = (ft_tensor *)(uintptr_t)from;
+    in[1] = to;
+    return ft_op_run(stream, &ft__op_accumulate, in, &to, NULL);
+}
+
+static void ft__memory_end(ft_ctx *ctx)
+{
+    if (ctx->probe) ft__probe_finish(ctx);
+    ctx->probe = NULL;
+    while (ctx->tapes) ft_tape_free(ctx->tapes);
+    for (ft_tensor *t = ctx->tensors; t; t = t->next) t->grad = NULL; /* each is in the list itself */
+    while (ctx->tensors) ft__tensor_destroy(ctx->tensors);
+    while (ctx->storages) {
+        ctx->storages->refs = 1;
+        ft__storage_release(ctx->storages, ft__compute(ctx));
+    }
+    if (ctx->ops) FT_FREE((void *)(uintptr_t)ctx->ops);
+    ctx->ops = NULL;
+    if (ctx->memory) {
+        if (ctx->memory->events) FT_FREE(ctx->memory->events);
+        FT_FREE(ctx->memory);
+    }
+    ctx->memory = NULL;
+}
+
+/* ------------------------------------------------------------------------------ >>optable.impl */
+
+typedef ft_status (*ft__kernel)(const ft_op_call *call);
+
+typedef struct ft__call_task { ft__kernel kernel; ft_op_call call; } ft__call_task;
+
+static ft_status ft__call_run(void *arg)
+{
+    ft__call_task *task = (ft__call_task *)arg;
+    return task->kernel(&task->call);
+}
+
+/* Queues one kernel with its scratch, which lives for this call alone. */
+static ft_status ft__exec(ft_ctx *ctx, ft_stream *stream, ft_op_call *call, ft__kernel kernel)
+{
+    ft_storage *scratch = NULL, *workspace = NULL;
+    ft_status status = FT_OK;
+    ft__call_task task;
+    call->scratch_bytes = call->workspace_bytes = 0;
+    if (call->op->scratch) call->op->scratch(call);
+    if (call->scratch_bytes)
+        FT_TRY(ft__storage_create(ctx, call->scratch_bytes, FT_TAG_ACT, &scratch));
+    if (call->workspace_bytes)
+        status = ft__storage_create(ctx, call->workspace_bytes, FT_TAG_WORKSPACE, &workspace);
+    if (status == FT_OK && ctx->device != FT_META) {
+        task.kernel = kernel;
+        task.call = *call;
+        task.call.scratch = scratch ? scratch->data : NULL;
+        task.call.workspace = workspace ? workspace->data : NULL;
+        status = ft_stream_run(stream, ft__call_run, &task, sizeof task);
+    }
+    if (workspace) ft__storage_release(workspace, stream);
+    if (scratch) ft__storage_release(scratch, stream);
+    return status;
+}
+
+FT_API ft_op ft_op_default(void)
+{
+    ft_op row;
+    memset(&row, 0, sizeof row);
+    return row;
+}
+
+static int ft__op_known(const ft_ctx *ctx, const ft_op *row)
+{
+    for (int i = 0; ft__builtin_ops[i]; i++)
+        if (ft__builtin_ops[i] == row) return 1;
+    for (int i = 0; i < ctx->n_ops; i++)
+        if (ctx->ops[i] == row) return 1;
+    return 0;
+}
+
+static ft_status ft__op_check(const ft_op *row)
+{
+    const char *name = row->name ? row->name : "(no name)";
+    if (row->n_in < 0 || row->n_in > FT_OP_MAX_IN || row->n_out < 1 || row->n_out > FT_OP_MAX_OUT)
+        return ft_error(FT_ERR_ARG, "op %s: %d inputs (0..%d), %d outputs (1..%d)", name, row->n_in,
+                        FT_OP_MAX_IN, row->n_out, FT_OP_MAX_OUT);
+    unsigned ins = FT_IN(row->n_in) - 1, outs = (FT_IN(row->n_out) - 1) << 16, all = ins | outs;
+    unsigned saves = 0;
+    for (int i = 0; i < FT_OP_MAX_IN; i++) saves |= row->saves[i];
+    if (!row->name || !row->infer || (!row->forward && !row->forward_host))
+        return ft_error(FT_ERR_ARG, "op %s needs a name, infer, and forward or forward_host", name);
+    if (((row->optional | row->grads | row->accumulates) & ~ins) || (row->cheap & ~outs) ||
+        ((row->replay_from | saves) & ~all))
+        return ft_error(FT_ERR_ARG, "op %s: a mask names an input or output it does not have", name);
+    if (row->grads && !row->backward && !row->backward_host && !(row->flags & FT_OP_GRAD_PASS))
+        return ft_error(FT_ERR_ARG, "op %s has gradients but no backward", name);
+    if ((row->replay != NULL) != (row->replay_from != 0))
+        return ft_error(FT_ERR_ARG, "op %s: replay and replay_from go together", name);
+    if ((row->flags & FT_OP_DEFERRED) && (row->flags & FT_OP_INPLACE))
+        return ft_error(FT_ERR_ARG, "op %s cannot be deferred and in place", name);
+    return FT_OK;
+}
+
+FT_API ft_status ft_op_register(ft_ctx *ctx, const ft_op *row)
+{
+    FT_TRY(ft__op_check(row));
+    if (ft__op_known(ctx, row)) return FT_OK;
+    const ft_op **grown = (const ft_op **)FT_MALLOC((size_t)(ctx->n_ops + 1) * sizeof *grown);
+    if (!grown) return ft_error(FT_ERR_OOM, "no host memory to register op %s", row->name);
+    if (ctx->n_ops) memcpy(grown, ctx->ops, (size_t)ctx->n_ops * sizeof *grown);
+    grown[ctx->n_ops++] = row;
+    if (ctx->ops) FT_FREE((void *)(uintptr_t)ctx->ops);
+    ctx->ops = grown;
+    return FT_OK;
+}
+
+typedef struct ft__where { const char *op, *phase, *segment_name; int segment; } ft__where;
+
+static ft__where ft__where_set(ft_ctx *ctx, const char *phase, const char *op)
+{
+    ft__where old;
+    old.op = ctx->where_op;
+    old.phase = ctx->where_phase;
+    old.segment_name = ctx->where_segment_name;
+    old.segment = ctx->where_segment;
+    ctx->where_phase = phase;
+    ctx->where_op = op;
+    return old;
+}
+
+static void ft__where_restore(ft_ctx *ctx, ft__where old)
+{
+    ctx->where_op = old.op;
+    ctx->where_phase = old.phase;
+    ctx->where_segment_name = old.segment_name;
+    ctx->where_segment = old.segment;
+}
+
+/* Views of the inputs, after checking that each can be read. */
+static ft_status ft__call_begin(ft_op_call *call, const ft_op *row, ft_tensor *const *in,
+                                const ft_attr *attr)
+{
+    memset(call, 0, sizeof *call);
+    call->op = row;
+    if (attr) call->attr = *attr;
+    for (int i = 0; i < row->n_in; i++) {
+        if (!in[i] && !(row->optional & FT_IN(i)))
+            return ft_error(FT_ERR_ARG, "%s: input %d is missing", row->name, i);
+        if (in[i]) FT_TRY(ft__readable(in[i], row->name));
+        call->in[i] = ft__view(in[i]);
+    }
+    return FT_OK;
+}
+
+FT_API ft_status ft_op_run(ft_stream *stream, const ft_op *row, ft_tensor *const *in,
+                           ft_tensor *const *out, const ft_attr *attr)
+{
+    ft_ctx *ctx = stream->ctx;
+    ft_op_call call;
+    ft_view given[FT_OP_MAX_OUT];
+    if (!ft__op_known(ctx, row) || !row->forward)
+        return ft_error(FT_ERR_ARG, "op %s is not registered here, or has no forward kernel",
+                        row->name ? row->name : "?");
+    FT_TRY(ft__call_begin(&call, row, in, attr));
+    for (int i = 0; i < row->n_out; i++) {
+        FT_TRY(ft__readable(out[i], row->name));
+        call.out[i] = given[i] = ft__view(out[i]);
+        ft__touch(out[i]);
+    }
+    FT_TRY(row->infer(&call));
+    for (int i = 0; i < row->n_out; i++) {
+        int64_t want = 1, have = 1;
+        for (int d = 0; d < call.out[i].ndim; d++) want *= call.out[i].shape[d];
+        for (int d = 0; d < given[i].ndim; d++) have *= given[i].shape[d];
+        if (want != have || call.out[i].dtype != given[i].dtype)
+            return ft_error(FT_ERR_SHAPE, "%s: output %d holds %lld %s, the op makes %lld %s",
+                            row->name, i, (long long)have, ft_dtype_name(given[i].dtype),
+                            (long long)want, ft_dtype_name(call.out[i].dtype));
+        call.out[i] = given[i];
+    }
+    ft__where old = ft__where_set(ctx, "", row->name);
+    ft_status status = ft__exec(ctx, stream, &call, row->forward);
+    ft__where_restore(ctx, old);
+    return status;
+}
+
+/* --------------------------------------------------------------------------------- >>tape.impl
+
+   A tape is an array of nodes in the order of forward. The tensors its ops made are values: they
+   belong to the tape, and their storage follows four facts about each of them:
+
+       held   the caller may still use the handle
+       need   how many backwards (and replays, by pins) will read it
+       keep   the policy lets it stay; 0 means it can be rebuilt
+       storage
+
+   [T1] A value's storage is freed as soon as it is not held and (need is 0, or keep is 0).
+   [T2] A node with a dropped output pins what its replay reads: one need on each. So the roots of
+        every possible replay are alive, or can be rebuilt themselves, and nothing else is.
+   [T3] A rebuilt value is kept (keep = 1) until its need is 0: no op is replayed twice.
+   [T4] Pins end when no output of the node can need a replay any more: each is dead or kept. Ending
+        a pin may end a need, which frees storage (T1), which may end pins further up.
+   [T5] Backward of node n: rebuild what it reads, run, free the gradients of its outputs, end its
+        needs. A gradient that only passes through an op shares storage; who wants to add to a shared
+        one copies it first. */
+
+typedef struct ft__node {
+    const ft_op *row;             /* NULL: a mark */
+    ft_attr attr;
+    ft_tensor *in[FT_OP_MAX_IN], *out[FT_OP_MAX_OUT];
+    uint64_t version[FT_OP_MAX_IN];
+    unsigned want;                /* FT_IN mask: gradients that backward makes */
+    unsigned saved;               /* FT_IN | FT_OUT mask: one need each, until its backward is done */
+    unsigned pinned;              /* FT_IN | FT_OUT mask: one need each, while a replay may come */
+    int deferred;                 /* forward has not run yet */
+    int segment;
+    ft_mark_fn mark;
+    void *user;
+} ft__node;
+
+typedef struct ft__segment { const char *name; ft_sac sac; int outputs; } ft__segment;
+
+struct ft_tape {
+    ft_ctx *ctx;
+    ft__node *nodes;
+    int n, cap;
+    ft__segment *segments;
+    int n_segments, cap_segments;
+    int open;                     /* a segment is open: the last */
+    int in_backward;
+    ft_tape *next;
+};
+
+/* Grows *array (of `item` bytes each, n used) so that one more fits. */
+static ft_status ft__grow(void **array, int *cap, int n, size_t item)
+{
+    if (n < *cap) return FT_OK;
+    int more = *cap ? 2 * *cap : 64;
+    void *grown = FT_MALLOC((size_t)more * item);
+    if (!grown) return ft_error(FT_ERR_OOM, "no host memory for %d tape records", more);
+    if (*array) {
+        memcpy(grown, *array, (size_t)n * item);
+        FT_FREE(*array);
+    }
+    *array = grown;
+    *cap = more;
+    return FT_OK;
+}
+
+static void ft__node_unpin(ft_tape *tape, ft__node *node);
+
+/* [T1], and on to [T4] for the node that made it. */
+static void ft__settle(ft_tensor *t)
+{
+    if (!t->tape) { /* a tensor of one's own */
+        if (t->held) return;
+        if (t->uses == 0) ft__tensor_destroy(t);
+        else if (t->need == 0 && !t->base) ft__tensor_drop_storage(t);
+        return;
+    }
+    if (t->held) return;
+    if (t->need == 0 || !t->keep) ft__tensor_drop_storage(t);
+    if (t->need == 0) ft__node_unpin(t->tape, &t->tape->nodes[t->producer]);
+}
+
+static void ft__need(ft_tensor *t, int change)
+{
+    t->need += change;
+    if (t->base) ft__root(t)->need += change;
+    if (change < 0) ft__settle(t);
+}
+
+static ft_tensor *ft__node_tensor(ft__node *node, int bit)
+{
+    return bit < 16 ? node->in[bit] : node->out[bit - 16];
+}
+
+static void ft__node_need(ft__node *node, unsigned mask, int change)
+{
+    for (int bit = 0; bit < 16 + FT_OP_MAX_OUT; bit++)
+        if (mask >> bit & 1u) ft__need(ft__node_tensor(node, bit), change);
+}
+
+/* [T4] Ends the node's pins if none of its outputs can need a replay. */
+static void ft__node_unpin(ft_tape *tape, ft__node *node)
+{
+    unsigned pins = node->pinned;
+    (void)tape;
+    if (!pins) return;
+    for (int i = 0; i < node->row->n_out; i++) {
+        ft_tensor *o = node->out[i];
+        int self = o && (pins & FT_OUT(i)) ? 1 : 0; /* replay reads this output: its own pin */
+        if (o && !o->keep && (o->held || o->need > self)) return;
+    }
+    node->pinned = 0;
+    ft__node_need(node, pins, -1);
+}
+
+/* What a replay of the node reads: the cheap way where the outputs it starts from are kept. */
+static int ft__replay_cheap(const ft__node *node)
+{
+    if (!node->row->replay) return 0;
+    for (int i = 0; i < node->row->n_out; i++)
+        if ((node->row->replay_from & FT_OUT(i)) && !(node->out[i] && node->out[i]->keep)) return 0;
+    return 1;
+}
+
+static unsigned ft__replay_reads(const ft__node *node)
+{
+    if (ft__replay_cheap(node)) return node->row->replay_from;
+    unsigned mask = 0;
+    for (int i = 0; i < node->row->n_in; i++)
+        if (node->in[i]) mask |= FT_IN(i);
+    return mask;
+}
+
+static int ft__policy_keeps(ft_tape *tape, const ft_op *row, int out)
+{
+    if (!tape->open) return 1;
+    ft__segment *s = &tape->segments[tape->n_segments - 1];
+    int ordinal = s->outputs++;
+    switch (s->sac.kind) {
+    case FT_SAC_SELECTIVE: return !(row->cheap & FT_OUT(out));
+    case FT_SAC_FULL: return 0;
+    case FT_SAC_MASK: return ordinal >= 64 || !(s->sac.mask >> ordinal & 1u);
+    default: return 1;
+    }
+}
+
+/* Decides keep for each output, then books the needs of backward and the pins of replay [T2]. */
+static void ft__record_needs(ft_tape *tape, ft__node *node)
+{
+    const ft_op *row = node->row;
+    int dropped = 0;
+    for (int i = 0; i < row->n_out; i++) {
+        int keep = ft__policy_keeps(tape, row, i);
+        if (!node->out[i]) continue;
+        if (row->flags & FT_OP_DEFERRED) keep = 1;
+        /* What is written over a kept tensor is kept: rebuilding it would rebuild that one too. */
+        if (i == 0 && (row->flags & FT_OP_INPLACE)) keep = node->in[0]->keep;
+        node->out[i]->keep = keep;
+        dropped |= !keep;
+    }
+    for (int i = 0; i < row->n_in; i++)
+        if (node->want & FT_IN(i)) node->saved |= row->saves[i];
+    for (int i = 0; i < row->n_in; i++)
+        if (!node->in[i]) node->saved &= ~FT_IN(i);
+    for (int i = 0; i < row->n_out; i++)
+        if (!node->out[i]) node->saved &= ~FT_OUT(i);
+    ft__node_need(node, node->saved, 1);
+    if (!dropped) return;
+    node->pinned = ft__replay_reads(node);
+    ft__node_need(node, node->pinned, 1);
+}
+
+static ft_status ft__record(ft_tape *tape, const ft_op_call *call, ft_tensor *const *in,
+                            ft_tensor **out, int deferred)
+{
+    FT_TRY(ft__grow((void **)&tape->nodes, &tape->cap, tape->n, sizeof *tape->nodes));
+    ft__node *node = &tape->nodes[tape->n];
+    const ft_op *row = call->op;
+    memset(node, 0, sizeof *node);
+    node->row = row;
+    node->attr = call->attr;
+    node->deferred = deferred;
+    node->segment = tape->open ? tape->n_segments - 1 : -1;
+    for (int i = 0; i < row->n_in; i++) {
+        node->in[i] = in[i];
+        if (!in[i]) continue;
+        node->version[i] = ft__root(in[i])->version;
+        if (!in[i]->tape) in[i]->uses++;
+        if ((row->grads & FT_IN(i)) && in[i]->requires_grad) node->want |= FT_IN(i);
+    }
+    for (int i = 0; i < row->n_out; i++) {
+        node->out[i] = out[i];
+        if (!out[i]) continue;
+        out[i]->tape = tape;
+        out[i]->producer = tape->n;
+        out[i]->out_index = i;
+        out[i]->requires_grad = node->want != 0;
+    }
+    tape->n++;
+    ft__record_needs(tape, node);
+    return FT_OK;
+}
+
+/* Input 0 gives its storage to output 0 and is gone. */
+static ft_status ft__consume_check(const ft_op *row, ft_tensor *in, const ft_tape *tape)
+{
+    char text[224];
+    const char *why = NULL;
+    if (in->base) why = "it is a view";
+    else if (tape && in->tape != tape) why = "it is not on the current tape, and would be lost";
+    else if (!tape && in->tape) why = "it belongs to a tape that is not recording";
+    else if (in->need > 0 && in->keep) why = "a backward will read it";
+    else if (in->storage && in->storage->refs > 1) why = "its storage is shared";
+    if (!why) return FT_OK;
+    return ft_error(FT_ERR_STATE, "%s would write over %s: %s", row->name,
+                    ft__tensor_label(in, text, sizeof text), why);
+}
+
+/* On a tape the record of the consumed handle stays; elsewhere nothing refers to it any more. */
+static void ft__consume(ft_tensor *in, ft_tensor *out)
+{
+    out->storage = in->storage;
+    in->storage = NULL;
+    in->consumed = 1;
+    in->held = 0;
+    if (in->tape) ft__settle(in);
+    else ft__tensor_destroy(in);
+}
+
+static ft_status ft__outputs_create(ft_ctx *ctx, const ft_op_call *call, ft_tensor **out)
+{
+    for (int i = 0; i < call->op->n_out; i++) out[i] = NULL;
+    for (int i = 0; i < call->op->n_out; i++) {
+        const ft_view *v = &call->out[i];
+        if (!v->present) continue;
+        FT_TRY(ft__tensor_new(ctx, v->dtype, v->ndim, v->shape, &out[i]));
+        out[i]->name = call->op->name;
+        out[i]->in_segment = ctx->segment_open;
+    }
+    return FT_OK;
+}
+
+static void ft__cost_add(const ft_op_call *call, double *flops, double *bytes)
+{
+    double f = 0, b = 0;
+    if (call->op->cost) call->op->cost(call, &f, &b);
+    *flops += f;
+    if (bytes) *bytes += b;
+}
+
+static ft_status ft__forward(ft_ctx *ctx, ft_op_call *call, ft_tensor **in, ft_tensor **out)
+{
+    const ft_op *row = call->op;
+    for (int i = 0; i < row->n_out; i++)
+        if (out[i]) call->out[i] = ft__view(out[i]);
+    ft__cost_add(call, &ctx->flops.forward, NULL);
+    if (row->forward_host) return row->forward_host(ctx, call, in, out);
+    return ft__exec(ctx, ft__compute(ctx), call, row->forward);
+}
+
+static ft_status ft__apply(ft_ctx *ctx, ft_op_call *call, ft_tensor *const *in, ft_tensor **out)
+{
+    const ft_op *row = call->op;
+    ft_tape *tape = ctx->tape;
+    int wants = 0, inplace = (row->flags & FT_OP_INPLACE) != 0;
+    ft_tensor *ins[FT_OP_MAX_IN];
+    FT_TRY(row->infer(call));
+    if (inplace) FT_TRY(ft__consume_check(row, in[0], tape));
+    FT_TRY(ft__outputs_create(ctx, call, out));
+    for (int i = 0; i < row->n_in; i++) {
+        ins[i] = in[i];
+        if (in[i] && (row->grads & FT_IN(i)) && in[i]->requires_grad) wants = 1;
+        if (tape && in[i] && in[i]->tape && in[i]->tape != tape)
+            return ft_error(FT_ERR_STATE, "%s: input %d belongs to another tape", row->name, i);
+    }
+    int deferred = tape && wants && (row->flags & FT_OP_DEFERRED);
+    for (int i = inplace; i < row->n_out && !deferred; i++)
+        if (out[i]) FT_TRY(ft_tensor_attach(out[i], FT_TAG_ACT, ft__compute(ctx)));
+    if (tape) FT_TRY(ft__record(tape, call, in, out, deferred));
+    if (deferred) return FT_OK;
+    if (inplace) ft__consume(ins[0], out[0]);
+    if (inplace && !tape) ins[0] = NULL; /* destroyed; its data is in call->in[0], and out[0]'s */
+    return ft__forward(ctx, call, ins, out);
+}
+
+FT_API ft_status ft_apply(ft_ctx *ctx, const ft_op *row, ft_tensor *const *in, const ft_attr *attr,
+                          ft_tensor **out)
+{
+    ft_op_call call;
+    if (!ft__op_known(ctx, row))
+        return ft_error(FT_ERR_ARG, "op %s is not registered in this context: call ft_op_register",
+                        row->name ? row->name : "(no name)");
+    if (ctx->tape && ctx->tape->in_backward)
+        return ft_error(FT_ERR_STATE, "%s: no op can be recorded while backward runs", row->name);
+    ft__where old = ft__where_set(ctx, "forward", row->name);
+    ft_status status = ft__call_begin(&call, row, in, attr);
+    if (status == FT_OK) status = ft__apply(ctx, &call, in, out);
+    ft__where_restore(ctx, old);
+    return status;
+}
+
+FT_API void ft_tensor_free(ft_tensor *tensor)
+{
+    if (!tensor || (tensor->tape && !tensor->held)) return;
+    tensor->held = 0;
+    ft__settle(tensor);
+}
+
+FT_API ft_status ft_tape_create(ft_ctx *ctx, ft_tape **out)
+{
+    ft_tape *tape = (ft_tape *)FT_MALLOC(sizeof *tape);
+    if (!tape) return ft_error(FT_ERR_OOM, "no host memory for a tape");
+    memset(tape, 0, sizeof *tape);
+    tape->ctx = ctx;
+    tape->next = ctx->tapes;
+    ctx->tapes = tape;
+    *out = tape;
+    return FT_OK;
+}
+
+FT_API ft_tape *ft_tape_current(const ft_ctx *ctx) { return ctx->tape; }
+
+FT_API ft_status ft_tape_begin(ft_tape *tape)
+{
+    ft_ctx *ctx = tape->ctx;
+    if (ctx->tape) return ft_error(FT_ERR_STATE, "a tape is recording already: end it first");
+    if (ctx->segment_open) return ft_error(FT_ERR_STATE, "a segment is open: end it first");
+    if (tape->n) return ft_error(FT_ERR_STATE, "the tape holds %d nodes: run ft_backward or "
+                                 "ft_tape_reset first", tape->n);
+    ctx->tape = tape;
+    return FT_OK;
+}
+
+FT_API ft_status ft_tape_end(ft_tape *tape)
+{
+    ft_ctx *ctx = tape->ctx;
+    if (ctx->tape != tape) return ft_error(FT_ERR_STATE, "this tape is not the one recording");
+    if (tape->open) return ft_error(FT_ERR_STATE, "segment %s is still open",
+                                    tape->segments[tape->n_segments - 1].name);
+    ctx->tape = NULL;
+    return FT_OK;
+}
+
+/* The node refers to tensors of the caller's no longer; those that he gave up go with it. */
+static void ft__node_forget(ft__node *node)
+{
+    for (int i = 0; i < FT_OP_MAX_IN; i++) {
+        ft_tensor *t = node->in[i];
+        if (!t || t->tape) continue;
+        node->in[i] = NULL;
+        t->uses--;
+        ft__settle(t);
+    }
+}
+
+/* Ends what the tape's nodes still hold of tensors that are not the tape's. */
+static void ft__tape_let_go(ft_tape *tape)
+{
+    for (int n = 0; n < tape->n; n++) {
+        ft__node *node = &tape->nodes[n];
+        for (int i = 0; i < FT_OP_MAX_IN; i++) {
+            ft_tensor *t = node->in[i];
+            if (!t || t->tape) {
+                node->in[i] = NULL;
+                continue;
+            }
+            int needs = (int)(node->saved >> i & 1u) + (int)(node->pinned >> i & 1u);
+            t->need -= needs;
+            if (t->base) ft__root(t)->need -= needs;
+        }
+    }
+}
+
+FT_API ft_status ft_tape_reset(ft_tape *tape)
+{
+    ft_ctx *ctx = tape->ctx;
+    if (tape->in_backward) return ft_error(FT_ERR_STATE, "ft_tape_reset inside ft_backward");
+    if (ctx->tape == tape) ctx->tape = NULL;
+    if (tape->open) ctx->segment_open = 0;
+    ft__tape_let_go(tape);
+    for (int n = tape->n - 1; n >= 0; n--)
+        for (int i = 0; i < FT_OP_MAX_OUT; i++)
+            if (tape->nodes[n].out[i]) ft__tensor_destroy(tape->nodes[n].out[i]);
+    for (int n = 0; n < tape->n; n++) ft__node_forget(&tape->nodes[n]);
+    tape->n = tape->n_segments = tape->open = 0;
+    return FT_OK;
+}
+
+FT_API void ft_tape_free(ft_tape *tape)
+{
+    if (!tape) return;
+    tape->in_backward = 0;
+    (void)ft_tape_reset(tape);
+    ft_tape **link = &tape->ctx->tapes;
+    while (*link != tape) link = &(*link)->next;
+    *link = tape->next;
+    if (tape->nodes) FT_FREE(tape->nodes);
+    if (tape->segments) FT_FREE(tape->segments);
+    FT_FREE(tape);
+}
+
+FT_API ft_status ft_tape_mark(ft_ctx *ctx, ft_mark_fn fn, void *user)
+{
+    ft_tape *tape = ctx->tape;
+    if (!tape) return FT_OK;
+    FT_TRY(ft__grow((void **)&tape->nodes, &tape->cap, tape->n, sizeof *tape->nodes));
+    ft__node *node = &tape->nodes[tape->n++];
+    memset(node, 0, sizeof *node);
+    node->mark = fn;
+    node->user = user;
+    node->segment = -1;
+    return FT_OK;
+}
+
+FT_API ft_status ft_segment_begin(ft_ctx *ctx, const char *name, ft_sac sac)
+{
+    ft_tape *tape = ctx->tape;
+    if (ctx->segment_open) return ft_error(FT_ERR_STATE, "segment %s begins inside another", name);
+    if ((unsigned)sac.kind > FT_SAC_MASK)
+        return ft_error(FT_ERR_ARG, "segment %s: unknown recomputation policy %d", name,
+                        (int)sac.kind);
+    ctx->segment_open = 1;
+    ctx->where_segment_name = name;
+    ctx->where_segment = tape ? tape->n_segments : -1;
+    if (!tape) return FT_OK;
+    FT_TRY(ft__grow((void **)&tape->segments, &tape->cap_segments, tape->n_segments,
+                    sizeof *tape->segments));
+    ft__segment *s = &tape->segments[tape->n_segments++];
+    s->name = name;
+    s->sac = sac;
+    s->outputs = 0;
+    tape->open = 1;
+    if (ctx->probe) ft__probe_begin(ctx);
+    return FT_OK;
+}
+
+static int ft__is_result(const ft_tensor *t, int n, ft_tensor *const *results)
+{
+    for (int i = 0; i < n; i++)
+        if (results[i] == t) return 1;
+    return 0;
+}
+
+FT_API ft_status ft_segment_end(ft_ctx *ctx, int n, ft_tensor *const *results)
+{
+    ft_tape *tape = ctx->tape;
+    if (!ctx->segment_open) return ft_error(FT_ERR_STATE, "no segment is open");
+    for (int i = 0; i < n; i++) {
+        FT_TRY(ft__readable(results[i], "ft_segment_end"));
+        results[i]->in_segment = 0;
+        results[i]->keep = 1; /* the next segment's replays start from it */
+        if (results[i]->tape) ft__node_unpin(tape, &tape->nodes[results[i]->producer]);
+    }
+    for (ft_tensor *t = ctx->tensors, *next; t; t = next) {
+        next = t->next;
+        if (!t->in_segment || ft__is_result(t, n, results)) continue;
+        t->in_segment = 0;
+        ft_tensor_free(t);
+    }
+    ctx->segment_open = 0;
+    if (tape) tape->open = 0;
+    if (tape && ctx->probe) ft__probe_end(ctx, tape);
+    ctx->where_segment_name = NULL;
+    ctx->where_segment = -1;
+    return FT_OK;
+}
+
+FT_API void ft_flops_get(const ft_ctx *ctx, ft_flops *flops) { *flops = ctx->flops; }
+
+/* What a backward or a replay is about to read: bit of a node. */
+static ft_status ft__node_read(ft__node *node, int bit)
+{
+    ft_tensor *t = ft__node_tensor(node, bit);
+    char text[224];
+    if (bit < 16 && ft__root(t)->version != node->version[bit])
+        return ft_error(FT_ERR_STATE, "backward of %s reads %s, which was written after the forward",
+                        node->row->name, ft__tensor_label(t, text, sizeof text));
+    if (ft_tensor_present(t)) return FT_OK;
+    if (t->tape) return ft__rebuild(t);
+    return ft_error(FT_ERR_STATE, "backward of %s reads %s, which has no storage now (a parameter "
+                    "must be gathered; its region ends too early)", node->row->name,
+                    ft__tensor_label(t, text, sizeof text));
+}
+
+static ft_status ft__node_read_all(ft__node *node, unsigned mask)
+{
+    for (int bit = 0; bit < 16 + FT_OP_MAX_OUT; bit++)
+        if (mask >> bit & 1u) FT_TRY(ft__node_read(node, bit));
+    return FT_OK;
+}
+
+/* Storage for the outputs that are absent. An in-place op takes over input 0 again, unless someone
+   else is going to read it. */
+static ft_status ft__replay_outputs(ft_ctx *ctx, ft__node *node, ft_op_call *call)
+{
+    for (int i = 0; i < node->row->n_out; i++) {
+        ft_tensor *o = node->out[i], *first = node->in[0];
+        if (!o) continue;
+        if (!o->storage && i == 0 && (node->row->flags & FT_OP_INPLACE) && first->need == 1) {
+            o->storage = first->storage;
+            first->storage = NULL;
+        }
+        if (!o->storage) FT_TRY(ft_tensor_attach(o, FT_TAG_ACT, ft__compute(ctx)));
+        call->out[i] = ft__view(o);
+    }
+    return FT_OK;
+}
+
+/* Runs a node's forward (or its cheaper replay) once more: [T2] [T3] [T4]. */
+static ft_status ft__replay(ft_tape *tape, ft__node *node)
+{
+    ft_ctx *ctx = tape->ctx;
+    const ft_op *row = node->row;
+    ft_op_call call;
+    unsigned reads = node->pinned;
+    if (!reads)
+        return ft_error(FT_ERR_STATE, "the output of %s is gone and nothing to replay it from was "
+                        "kept", row->name);
+    int cheap = (reads >> 16) != 0 || (row->replay && reads == row->replay_from);
+    FT_TRY(ft__node_read_all(node, reads));
+    memset(&call, 0, sizeof call);
+    call.op = row;
+    call.attr = node->attr;
+    for (int i = 0; i < row->n_in; i++) call.in[i] = ft__view(node->in[i]);
+    FT_TRY(ft__replay_outputs(ctx, node, &call));
+    double flops = 0;
+    ft__cost_add(&call, &flops, &ctx->flops.replay_bytes);
+    ctx->flops.replay += flops;
+    if (ctx->probe) ft__probe_replay(ctx, node->segment, flops);
+    if (row->forward_host) FT_TRY(row->forward_host(ctx, &call, node->in, node->out));
+    else FT_TRY(ft__exec(ctx, ft__compute(ctx), &call, cheap ? row->replay : row->forward));
+    for (int i = 0; i < row->n_out; i++)
+        if (node->out[i]) node->out[i]->keep = 1;
+    for (int i = 0; i < row->n_out; i++)
+        if (node->out[i]) ft__settle(node->out[i]);
+    ft__node_unpin(tape, node);
+    return FT_OK;
+}
+
+static ft_status ft__rebuild(ft_tensor *t)
+{
+    ft_ctx *ctx = t->ctx;
+    ft__node *node = &t->tape->nodes[t->producer];
+    if (node->deferred) return ft__deferred_run(t);
+    ft__where old = ft__where_set(ctx, "replay", node->row->name);
+    ft_status status = ft__replay(t->tape, node);
+    ft__where_restore(ctx, old);
+    if (status == FT_OK && !t->storage)
+        return ft_error(FT_ERR_STATE, "replay of %s did not bring its output back", node->row->name);
+    return status;
+}
+
+/* The forward that was put off, because somebody reads its output before backward. */
+static ft_status ft__deferred_run(ft_tensor *t)
+{
+    ft_ctx *ctx = t->ctx;
+    ft__node *node = &t->tape->nodes[t->producer];
+    ft_op_call call;
+    if (!node->deferred) return FT_OK;
+    ft__where old = ft__where_set(ctx, "forward", node->row->name);
+    memset(&call, 0, sizeof call);
+    call.op = node->row;
+    call.attr = node->attr;
+    ft_status status = FT_OK;
+    for (int i = 0; i < node->row->n_in && status == FT_OK; i++) {
+        if (node->in[i]) status = ft__node_read(node, i);
+        if (node->in[i]) call.in[i] = ft__view(node->in[i]);
+    }
+    for (int i = 0; i < node->row->n_out && status == FT_OK; i++)
+        if (node->out[i]) status = ft_tensor_attach(node->out[i], FT_TAG_ACT, ft__compute(ctx));
+    if (status == FT_OK) status = ft__forward(ctx, &call, node->in, node->out);
+    node->deferred = 0;
+    ft__where_restore(ctx, old);
+    return status;
+}
+
+/* ---- gradients of values ---- */
+
+static ft_status ft__grad_new(ft_tensor *like, ft_tag tag, ft_tensor **out)
+{
+    FT_TRY(ft__tensor_new(like->ctx, like->dtype, like->ndim, like->shape, out));
+    (*out)->name = "gradient";
+    ft_status status = ft_tensor_attach(*out, tag, ft__compute(like->ctx));
+    if (status != FT_OK) ft__tensor_destroy(*out);
+    return status;
+}
+
+/* A gradient of `like` in storage that exists. */
+static ft_status ft__grad_alias(ft_tensor *like, ft_storage *storage, ft_tensor **out)
+{
+    FT_TRY(ft__tensor_new(like->ctx, like->dtype, like->ndim, like->shape, out));
+    (*out)->name = "gradient";
+    (*out)->storage = storage;
+    storage->refs++;
+    return FT_OK;
+}
+
+/* Before adding to a gradient whose storage others share: a copy of one's own. */
+static ft_status ft__grad_own(ft_tensor *grad)
+{
+    ft_storage *shared = grad->storage;
+    ft_ctx *ctx = grad->ctx;
+    if (shared->refs == 1) return FT_OK;
+    ft_tensor *copy;
+    FT_TRY(ft__grad_new(grad, shared->tag, &copy));
+    FT_TRY(ft_copy(copy, grad, ft__compute(ctx)));
+    ft__storage_release(shared, ft__compute(ctx));
+    grad->storage = copy->storage;
+    copy->storage = NULL;
+    ft__tensor_destroy(copy);
+    return FT_OK;
+}
+
+/* Where the gradient of t is to be written, and whether it adds. */
+static ft_status ft__grad_target(ft_tensor *t, ft_tensor **target, int *accumulate)
+{
+    if (t->sink.get) return t->sink.get(t->sink.user, t, target, accumulate);
+    *accumulate = t->grad != NULL;
+    if (t->grad) FT_TRY(ft__grad_own(t->grad));
+    else FT_TRY(ft__grad_new(t, t->tape ? FT_TAG_ACT : FT_TAG_GRAD, &t->grad));
+    *target = t->grad;
+    return FT_OK;
+}
+
+/* A finished contribution `from` becomes (part of) the gradient of t. Values share its storage. */
+static ft_status ft__grad_give(ft_tensor *t, ft_tensor *from)
+{
+    ft_tensor *target;
+    int accumulate;
+    if (t->tape && !t->sink.get && !t->grad) return ft__grad_alias(t, from->storage, &t->grad);
+    FT_TRY(ft__grad_target(t, &target, &accumulate));
+    if (accumulate) return ft_accumulate(target, from, ft__compute(t->ctx));
+    return ft_copy(target, from, ft__compute(t->ctx));
+}
+
+/* The storage that the gradient of input 0 may be written over, NULL if there is none. */
+static ft_storage *ft__grad_over(const ft__node *node)
+{
+    ft_tensor *in = node->in[0], *dout = node->out[0] ? node->out[0]->grad : NULL;
+    size_t bytes = ft_bytes(in);
+    if ((node->row->flags & FT_OP_GRAD_OVER_DOUT) && dout && dout->dtype == in->dtype &&
+        dout->storage->refs == 1 && ft_bytes(dout) == bytes)
+        return dout->storage;
+    if ((node->row->flags & FT_OP_GRAD_OVER_IN) && in->tape && !in->held && in->storage &&
+        in->storage->refs == 1 && in->need == (int)(node->saved & 1u))
+        return in->storage;
+    return NULL;
+}
+
+typedef struct ft__grads { /* what one backward call writes */
+    ft_tensor *target[FT_OP_MAX_IN];
+    int temporary[FT_OP_MAX_IN]; /* to be given to the input, then destroyed */
+} ft__grads;
+
+/* Chooses a target for din[i]. A temporary where the kernel cannot add, where input i stands twice,
+   or where two inputs get the same gradient. */
+static ft_status ft__grads_plan(ft__node *node, int i, ft_op_call *call, ft__grads *g)
+{
+    ft_tensor *t = node->in[i];
+    const ft_op *row = node->row;
+    int same = (row->flags & FT_OP_GRAD_SAME_01) && i == 0;
+    int twice = 0;
+    for (int j = 0; j < i; j++) twice |= node->in[j] == t && g->target[j] != NULL;
+    ft_storage *over = i == 0 ? ft__grad_over(node) : NULL;
+    int value = t->tape && !t->sink.get;
+    if (same || (over && value && !t->grad)) {
+        if (over) FT_TRY(ft__grad_alias(t, over, &g->target[i]));
+        else FT_TRY(ft__grad_new(t, FT_TAG_ACT, &g->target[i]));
+        if (same) g->temporary[i] = 1;
+        else t->grad = g->target[i];
+    } else if (twice || (!(row->accumulates & FT_IN(i)) && (t->sink.get || t->grad))) {
+        FT_TRY(ft__grad_new(t, FT_TAG_ACT, &g->target[i]));
+        g->temporary[i] = 1;
+    } else {
+        FT_TRY(ft__grad_target(t, &g->target[i], &call->accumulate[i]));
+    }
+    call->din[i] = ft__view(g->target[i]);
+    return FT_OK;
+}
+
+static ft_status ft__grads_finish(ft__node *node, ft__grads *g)
+{
+    int same = (node->row->flags & FT_OP_GRAD_SAME_01) != 0;
+    for (int i = 0; i < node->row->n_in; i++) {
+        if (!g->temporary[i]) continue;
+        if (node->want & FT_IN(i)) FT_TRY(ft__grad_give(node->in[i], g->target[i]));
+        if (same && i == 0 && (node->want & FT_IN(1)))
+            FT_TRY(ft__grad_give(node->in[1], g->target[i]));
+        ft__tensor_destroy(g->target[i]);
+    }
+    return FT_OK;
+}
+
+static ft_status ft__backward_kernel(ft_ctx *ctx, ft__node *node)
+{
+    const ft_op *row = node->row;
+    ft_op_call call;
+    ft__grads g;
+    ft_tensor *dout[FT_OP_MAX_OUT];
+    memset(&call, 0, sizeof call);
+    memset(&g, 0, sizeof g);
+    call.op = row;
+    call.attr = node->attr;
+    call.backward = 1;
+    call.deferred = node->deferred;
+    /* Shapes of all, data of those that are there: a kernel reads only what its row says. */
+    for (int i = 0; i < row->n_in; i++) call.in[i] = ft__view(node->in[i]);
+    for (int i = 0; i < row->n_out; i++) {
+        ft_tensor *o = node->out[i];
+        if (o && node->deferred) FT_TRY(ft_tensor_attach(o, FT_TAG_ACT, ft__compute(ctx)));
+        call.out[i] = ft__view(o);
+        dout[i] = o ? o->grad : NULL;
+        call.dout[i] = ft__view(dout[i]);
+    }
+    unsigned want = node->want;
+    if ((row->flags & FT_OP_GRAD_SAME_01) && (want & 3u)) want = (want & ~2u) | 1u;
+    for (int i = 0; i < row->n_in; i++)
+        if (want & FT_IN(i)) FT_TRY(ft__grads_plan(node, i, &call, &g));
+    double flops = 0;
+    ft__cost_add(&call, &flops, NULL);
+    ctx->flops.backward += 2 * flops;
+    if (row->backward_host)
+        FT_TRY(row->backward_host(ctx, &call, node->in, node->out, dout, g.target));
+    else FT_TRY(ft__exec(ctx, ft__compute(ctx), &call, row->backward));
+    node->deferred = 0;
+    return ft__grads_finish(node, &g);
+}
+
+static ft_status ft__backward_node(ft_ctx *ctx, ft__node *node)
+{
+    ft_tensor *first = node->out[0];
+    FT_TRY(ft__node_read_all(node, node->saved));
+    if (!(node->row->flags & FT_OP_GRAD_PASS)) return ft__backward_kernel(ctx, node);
+    for (int i = 0; i < node->row->n_in; i++)
+        if (node->want & FT_IN(i)) FT_TRY(ft__grad_give(node->in[i], first->grad));
+    return FT_OK;
+}
+
+/* [T5] The node is done: its outputs' gradients, its needs and its pins end. */
+static void ft__node_done(ft__node *node)
+{
+    unsigned saved = node->saved, pinned = node->pinned;
+    for (int i = 0; i < node->row->n_out; i++) {
+        ft_tensor *o = node->out[i];
+        if (!o || !o->grad) continue;
+        ft__tensor_destroy(o->grad);
+        o->grad = NULL;
+    }
+    node->saved = node->pinned = 0;
+    ft__node_need(node, saved, -1);
+    ft__node_need(node, pinned, -1);
+    ft__node_forget(node);
+}
+
+static ft_status ft__backward_walk(ft_tape *tape)
+{
+    ft_ctx *ctx = tape->ctx;
+    int segment = -1;
+    for (int n = tape->n - 1; n >= 0; n--) {
+        ft__node *node = &tape->nodes[n];
+        int wanted = 0;
+        ctx->where_segment = node->segment;
+        ctx->where_segment_name = node->segment >= 0 ? tape->segments[node->segment].name : NULL;
+        if (ctx->probe && node->segment != segment) ft__probe_backward(ctx, segment, node->segment);
+        segment = node->segment;
+        if (!node->row) {
+            (void)ft__where_set(ctx, "backward", "a region's end");
+            FT_TRY(node->mark(ctx, node->user));
+            continue;
+        }
+        (void)ft__where_set(ctx, "backward", node->row->name);
+        for (int i = 0; i < node->row->n_out; i++)
+            wanted |= node->out[i] && node->out[i]->grad;
+        if (wanted && node->want) FT_TRY(ft__backward_node(ctx, node));
+        ft__node_done(node);
+    }
+    if (ctx->probe) ft__probe_backward(ctx, segment, -1);
+    return FT_OK;
+}
+
+/* The gradient that backward starts from: ones, or the caller's, which is consumed. */
+static ft_status ft__backward_seed(ft_tape *tape, ft_tensor *root, ft_tensor *droot)
+{
+    char text[224];
+    if (tape->ctx->tape == tape)
+        return ft_error(FT_ERR_STATE, "the tape is still recording: call ft_tape_end");
+    if (root->tape != tape || !root->held)
+        return ft_error(FT_ERR_STATE, "the root %s is not a live tensor of this tape",
+                        ft__tensor_label(root, text, sizeof text));
+    if (!root->requires_grad)
+        return ft_error(FT_ERR_STATE, "the root %s depends on nothing that requires a gradient",
+                        ft__tensor_label(root, text, sizeof text));
+    if (!droot) {
+        if (ft_numel(root) != 1)
+            return ft_error(FT_ERR_SHAPE, "the root %s is not a scalar: pass its gradient",
+                            ft__tensor_label(root, text, sizeof text));
+        FT_TRY(ft__grad_new(root, FT_TAG_ACT, &root->grad));
+        return ft_fill(root->grad, 1.0, ft__compute(tape->ctx));
+    }
+    if (ft_numel(droot) != ft_numel(root) || droot->dtype != root->dtype || droot->tape ||
+        droot->base || !droot->storage)
+        return ft_error(FT_ERR_SHAPE, "the gradient given is not of the root's kind, %s, or is no "
+                        "tensor of one's own", ft__tensor_label(root, text, sizeof text));
+    root->grad = droot;
+    return FT_OK;
+}
+
+FT_API ft_status ft_backward(ft_tape *tape, ft_tensor *root, ft_tensor *droot)
+{
+    ft_ctx *ctx = tape->ctx;
+    FT_TRY(ft__backward_seed(tape, root, droot));
+    ft__where old = ft__where_set(ctx, "backward", "");
+    tape->in_backward = 1;
+    ft_status status = ft__backward_walk(tape);
+    tape->in_backward = 0;
+    ft__where_restore(ctx, old);
+    FT_TRY(status);
+    if (root->storage) { /* the answer stays: a tensor of the caller's from now on */
+        tape->nodes[root->producer].out[root->out_index] = NULL;
+        root->tape = NULL;
+        root->producer = -1;
+        root->requires_grad = 0;
+        root->need = 0;
+    }
+    return ft_tape_reset(tape);
+}
+
+/* ---------------------------------------------------------------------------------- >>sac.impl
+
+   ft_sac_fit contains no memory formula. It measures: meta runs of the caller's own step, with trial
+   masks, tell for every segment what a mask keeps, replays, and needs for a moment. The measurements
+   make a small exact optimisation (one dynamic program over the segments), whose answer is run once
+   more; if that run is over the budget after all, the target shrinks by the excess. */
+
+typedef struct ft__probe ft__probe;
+typedef struct ft__probe_rank ft__probe_rank;
+
+typedef struct ft__probe_segment {
+    int outputs;                  /* droppable tensors: bits of a mask */
+    uint64_t shape_hash;          /* segments with equal hashes are alike */
+    size_t kept_bytes;            /* of tensors made in it, at its end and at the end of forward */
+    double replay_flops;
+    size_t forward_start, forward_peak, backward_start, backward_peak; /* live bytes of the rank */
+} ft__probe_segment;
+
+struct ft__probe_rank {
+    int n;
+    ft__probe_segment *segment;   /* [n] */
+    size_t *outside;              /* [n + 1]: the peak outside segments while q of them are kept */
+    int kept;                     /* q */
+    size_t peak_bytes;
+    double replay_flops;
+};
+
+struct ft__probe { int world, n; ft__probe_rank *rank; };
+
+static void ft__probe_attach(ft_ctx *ctx) { ctx->probe = &ctx->config.probe->rank[ctx->rank]; }
+
+static void ft__probe_finish(ft_ctx *ctx)
+{
+    ctx->probe->peak_bytes = ctx->memory->stats.peak_bytes;
+    ctx->probe->replay_flops = ctx->flops.replay;
+}
+
+static void ft__probe_live(ft_ctx *ctx)
+{
+    ft__probe_rank *p = ctx->probe;
+    size_t live = ctx->memory->stats.live_bytes, *slot;
+    int s = ctx->where_segment;
+    if (s < 0 || s >= p->n) slot = &p->outside[p->kept];
+    else if (ctx->tape) slot = &p->segment[s].forward_peak;
+    else slot = &p->segment[s].backward_peak;
+    if (live > *slot) *slot = live;
+}
+
+static void ft__probe_begin(ft_ctx *ctx)
+{
+    int s = ctx->where_segment;
+    if (s >= ctx->probe->n) return;
+    if (ctx->memory->stats.live_bytes > ctx->probe->segment[s].forward_start)
+        ctx->probe->segment[s].forward_start = ctx->memory->stats.live_bytes;
+    ft__probe_live(ctx);
+}
+
+/* What the segment leaves behind. The hash covers ops, shapes and dtypes in their order. */
+static void ft__probe_end(ft_ctx *ctx, const ft_tape *tape)
+{
+    int s = ctx->where_segment;
+    if (s >= ctx->probe->n) return;
+    ft__probe_segment *seg = &ctx->probe->segment[s];
+    uint64_t hash = 1469598103934665603u;
+    size_t kept = 0;
+    for (int n = 0; n < tape->n; n++) {
+        const ft__node *node = &tape->nodes[n];
+        if (!node->row || node->segment != s) continue;
+        for (int i = 0; i < node->row->n_out; i++) {
+            const ft_tensor *o = node->out[i];
+            if (!o) continue;
+            if (o->storage && (o->need > 0 || o->held)) kept += o->storage->accounted_bytes;
+            hash = (hash ^ (uint64_t)(uintptr_t)node->row) * 1099511628211u;
+            hash = (hash ^ (uint64_t)ft_bytes(o)) * 1099511628211u;
+        }
+    }
+    seg->shape_hash = hash;
+    seg->outputs = tape->segments[s].outputs;
+    seg->kept_bytes = kept;
+    ctx->probe->kept = s + 1;
+}
+
+static void ft__probe_replay(ft_ctx *ctx, int segment, double flops)
+{
+    if (segment >= 0 && segment < ctx->probe->n)
+        ctx->probe->segment[segment].replay_flops += flops;
+}
+
+/* Backward goes from one segment to another (-1: to what lies between). */
+static void ft__probe_backward(ft_ctx *ctx, int from, int to)
+{
+    ft__probe_rank *p = ctx->probe;
+    size_t live = ctx->memory->stats.live_bytes;
+    if (from >= 0 && from < p->n) p->kept = from;
+    if (to < 0 || to >= p->n) return;
+    if (live > p->segment[to].backward_start) p->segment[to].backward_start = live;
+    ft__probe_live(ctx);
+}
+
+static ft_status ft__probe_create(int world, int n, ft__probe *probe)
+{
+    memset(probe, 0, sizeof *probe);
+    probe->world = world;
+    probe->n = n;
+    size_t per_rank = (size_t)n * sizeof(ft__probe_segment) + (size_t)(n + 1) * sizeof(size_t);
+    size_t bytes = (size_t)world * (sizeof(ft__probe_rank) + per_rank);
+    probe->rank = (ft__probe_rank *)FT_MALLOC(bytes);
+    if (!probe->rank) return ft_error(FT_ERR_OOM, "no host memory to measure %d segments", n);
+    return FT_OK;
+}
+
+static void ft__probe_clear(ft__probe *probe)
+{
+    size_t per_rank = (size_t)probe->n * sizeof(ft__probe_segment) +
+                      (size_t)(probe->n + 1) * sizeof(size_t);
+    char *at = (char *)(probe->rank + probe->world);
+    memset(probe->rank, 0, (size_t)probe->world * (sizeof(ft__probe_rank) + per_rank));
+    for (int r = 0; r < probe->world; r++, at += per_rank) {
+        probe->rank[r].n = probe->n;
+        probe->rank[r].segment = (ft__probe_segment *)(void *)at;
+        probe->rank[r].outside = (size_t *)(void *)(at + (size_t)probe->n *
+                                                    sizeof(ft__probe_segment));
+    }
+}
+
+/* One meta run with budget->sac as it stands; rank -1 runs all. */
+static ft_status ft__probe_run(ft_sac_budget *budget, ft__probe *probe, int rank)
+{
+    ft_config config = budget->config;
+    config.device = FT_META;
+    config.only_rank = rank;
+    config.memory_limit = 0;
+    config.timeline = 0;
+    config.probe = probe;
+    ft__probe_clear(probe);
+    budget->runs++;
+    FT_TRY(ft_launch(&config, budget->step, budget->user));
+    budget->peak_bytes = 0;
+    budget->recompute_flops = 0;
+    for (int r = 0; r < probe->world; r++) {
+        const ft__probe_rank *p = &probe->rank[r];
+        if (p->peak_bytes > budget->peak_bytes) budget->peak_bytes = p->peak_bytes;
+        if (p->replay_flops > budget->recompute_flops) budget->recompute_flops = p->replay_flops;
+    }
+    return FT_OK;
+}
+
+typedef struct ft__choice { /* a mask, measured in one segment */
+    uint64_t mask;
+    size_t kept, forward_extra, backward_extra;
+    double flops;
+} ft__choice;
+
+#define FT__MAX_CHOICES 256
+
+typedef struct ft__class { /* segments that are alike share their choices */
+    uint64_t hash;
+    int n;
+    ft__choice choice[FT__MAX_CHOICES];
+} ft__class;
+
+static int ft__choice_worse(const ft__choice *a, const ft__choice *b)
+{
+    return b->kept <= a->kept && b->flops <= a->flops && b->forward_extra <= a->forward_extra &&
+           b->backward_extra <= a->backward_extra;
+}
+
+/* Keeps only choices that no other one beats in every respect. */
+static void ft__class_add(ft__class *c, const ft__choice *choice)
+{
+    for (int i = 0; i < c->n; i++)
+        if (ft__choice_worse(choice, &c->choice[i])) return;
+    int n = 0;
+    for (int i = 0; i < c->n; i++)
+        if (!ft__choice_worse(&c->choice[i], choice)) c->choice[n++] = c->choice[i];
+    if (n < FT__MAX_CHOICES) c->choice[n++] = *choice;
+    c->n = n;
+}
+
+static ft__choice ft__choice_measured(const ft__probe_segment *s, uint64_t mask)
+{
+    ft__choice c;
+    c.mask = mask;
+    c.kept = s->kept_bytes;
+    c.flops = s->replay_flops;
+    c.forward_extra = s->forward_peak > s->forward_start ? s->forward_peak - s->forward_start : 0;
+    c.backward_extra = s->backward_peak > s->backward_start ? s->backward_peak - s->backward_start
+                                                            : 0;
+    return c;
+}
+
+/* The bits that matter: dropping that one tensor alone changes what is kept or replayed. */
+static ft_status ft__droppable(ft_sac_budget *budget, ft__probe *probe, int rank, int segment,
+                               const ft__probe_segment *reference, uint64_t *bits)
+{
+    *bits = 0;
+    for (int s = 0; s < budget->segments; s++) budget->sac[s].kind = FT_SAC_MASK;
+    uint64_t all = reference->outputs >= 64 ? ~(uint64_t)0 :
+                   ((uint64_t)1 << reference->outputs) - 1;
+    for (int b = 0; b < reference->outputs && b < 64; b++) {
+        uint64_t bit = (uint64_t)1 << b;
+        const ft__probe_segment *s = &probe->rank[rank].segment[segment];
+        budget->sac[segment].mask = bit;
+        FT_TRY(ft__probe_run(budget, probe, rank));
+        int alone = s->kept_bytes != reference->kept_bytes ||
+                    s->replay_flops > reference->replay_flops;
+        budget->sac[segment].mask = all & ~bit; /* it may matter only where others are dropped */
+        FT_TRY(ft__probe_run(budget, probe, rank));
+        ft__choice without = ft__choice_measured(s, 0);
+        budget->sac[segment].mask = all;
+        FT_TRY(ft__probe_run(budget, probe, rank));
+        if (alone || s->kept_bytes != without.kept || s->replay_flops < without.flops ||
+            s->replay_flops > without.flops)
+            *bits |= bit;
+    }
+    budget->sac[segment].mask = 0;
+    return FT_OK;
+}
+
+/* The k-th subset of `bits`. */
+static uint64_t ft__subset(uint64_t bits, uint64_t k)
+{
+    uint64_t mask = 0;
+    for (int b = 0; b < 64; b++) {
+        if (!(bits >> b & 1u)) continue;
+        if (k & 1u) mask |= (uint64_t)1 << b;
+        k >>= 1;
+    }
+    return mask;
+}
+
+static int ft__bit_count(uint64_t bits)
+{
+    int n = 0;
+    for (; bits; bits &= bits - 1) n++;
+    return n;
+}
+
+/* Measures the subsets of the droppable tensors of one class: every segment of the class tries
+   another one in the same run. */
+static ft_status ft__class_measure(ft_sac_budget *budget, ft__probe *probe, int rank,
+                                   const int *class_of, int which, uint64_t bits, ft__class *c)
+{
+    int n_bits = ft__bit_count(bits);
+    if (n_bits > 12)
+        return ft_error(FT_ERR_UNSUPPORTED, "a segment with %d tensors worth dropping: more than 12 "
+                        "are too many for a budget; make segments shorter, or choose none, "
+                        "selective or full", n_bits);
+    uint64_t total = (uint64_t)1 << n_bits;
+    for (uint64_t k = 0; k < total;) {
+        uint64_t first = k;
+        for (int s = 0; s < budget->segments; s++)
+            if (class_of[s] == which) budget->sac[s].mask = ft__subset(bits, k < total ? k++ : 0);
+        FT_TRY(ft__probe_run(budget, probe, rank));
+        for (int s = 0; s < budget->segments && first < total; s++) {
+            if (class_of[s] != which) continue;
+            ft__choice choice = ft__choice_measured(&probe->rank[rank].segment[s],
+                                                    budget->sac[s].mask);
+            ft__class_add(c, &choice);
+            first++;
+        }
+    }
+    for (int s = 0; s < budget->segments; s++)
+        if (class_of[s] == which) budget->sac[s].mask = 0;
+    return FT_OK;
+}
+
+typedef struct ft__label { size_t kept; double flops; int before, choice; } ft__label;
+
+#define FT__MAX_LABELS 2048
+
+/* Inserts into labels sorted by kept, of which each has less flops than the one before. */
+static int ft__label_add(ft__label *labels, int n, ft__label l)
+{
+    int at = 0;
+    while (at < n && labels[at].kept < l.kept) at++;
+    if (at > 0 && labels[at - 1].flops <= l.flops) return n;
+    if (at < n && labels[at].kept == l.kept && labels[at].flops <= l.flops) return n;
+    int end = at;
+    while (end < n && labels[end].flops >= l.flops) end++;
+    if (end == at && n == FT__MAX_LABELS) return n;
+    memmove(labels + at + 1, labels + end, (size_t)(n - end) * sizeof *labels);
+    labels[at] = l;
+    return n - (end - at) + 1;
+}
+
+/* The least flops so that at every moment of the reference run, with its kept bytes replaced by the
+   chosen ones, the live bytes stay within `target`. A moment is the forward of a segment, the
+   backward of one, or outside while q segments are kept. */
+static ft_status ft__sac_solve(ft_sac_budget *budget, const ft__probe_rank *reference,
+                               const int *class_of, const ft__class *classes, size_t target,
+                               ft__label *labels, int *n_labels, int *found)
+{
+    int S = budget->segments;
+    size_t before = 0;
+    memset(&labels[0], 0, sizeof labels[0]);
+    n_labels[0] = 1;
+    *found = 0;
+    if (reference->outside[0] > target) return FT_OK;
+    for (int s = 0; s < S; s++) {
+        const ft__probe_segment *r = &reference->segment[s];
+        ft__label *from = labels + (size_t)s * FT__MAX_LABELS, *to = from + FT__MAX_LABELS;
+        size_t after = before + r->kept_bytes;
+        int n = 0;
+        for (int i = 0; i < n_labels[s]; i++)
+            for (int k = 0; k < classes[class_of[s]].n; k++) {
+                const ft__choice *c = &classes[class_of[s]].choice[k];
+                ft__label l;
+                l.kept = from[i].kept + c->kept;
+                l.flops = from[i].flops + c->flops;
+                l.before = i;
+                l.choice = k;
+                if (r->forward_start + from[i].kept + c->forward_extra > target + before) continue;
+                if (r->backward_start + l.kept + c->backward_extra > target + after) continue;
+                if (reference->outside[s + 1] + l.kept > target + after) continue;
+                n = ft__label_add(to, n, l);
+            }
+        n_labels[s + 1] = n;
+        if (!n) return FT_OK;
+        before = after;
+    }
+    int best = 0; /* sorted: the most kept has the least flops */
+    best = n_labels[S] - 1;
+    for (int s = S - 1; s >= 0; s--) {
+        const ft__label *l = &labels[(size_t)(s + 1) * FT__MAX_LABELS + (size_t)best];
+        budget->sac[s].mask = classes[class_of[s]].choice[l->choice].mask;
+        best = l->before;
+    }
+    *found = 1;
+    return FT_OK;
+}
+
+/* Solve, run, and shrink the target while the run is over the budget. */
+static ft_status ft__sac_search(ft_sac_budget *budget, ft__probe *probe,
+                                const ft__probe_rank *reference, const int *class_of,
+                                const ft__class *classes)
+{
+    size_t S = (size_t)budget->segments, target = budget->budget_bytes;
+    ft__label *labels = (ft__label *)FT_MALLOC((S + 1) * FT__MAX_LABELS * sizeof *labels);
+    int *n_labels = (int *)FT_MALLOC((S + 1) * sizeof *n_labels);
+    ft_status status = labels && n_labels ? FT_OK :
+                       ft_error(FT_ERR_OOM, "no host memory to search %zu segments", S);
+    int found = 0;
+    for (int turn = 0; turn < 32 && status == FT_OK; turn++) {
+        status = ft__sac_solve(budget, reference, class_of, classes, target, labels, n_labels,
+                               &found);
+        if (status != FT_OK || !found) break;
+        status = ft__probe_run(budget, probe, -1);
+        if (status != FT_OK || budget->peak_bytes <= budget->budget_bytes) break;
+        found = 0;
+        size_t excess = budget->peak_bytes - budget->budget_bytes;
+        if (excess >= target) break;
+        target -= excess;
+    }
+    if (labels) FT_FREE(labels);
+    if (n_labels) FT_FREE(n_labels);
+    if (status != FT_OK || found) return status;
+    size_t wanted = budget->budget_bytes;
+    for (int s = 0; s < budget->segments; s++) budget->sac[s].kind = FT_SAC_FULL;
+    FT_TRY(ft__probe_run(budget, probe, -1));
+    if (budget->peak_bytes <= wanted) return FT_OK;
+    return ft_error(FT_ERR_OOM, "no recomputation policy fits %zu bytes a rank: full recomputation "
+                    "needs %zu; take a smaller micro-batch, a higher ZeRO stage or a larger budget",
+                    wanted, budget->peak_bytes);
+}
+
+static ft_status ft__sac_classes(ft_sac_budget *budget, ft__probe *probe,
+                                 ft__probe_rank *reference, int rank, int *class_of,
+                                 ft__class *classes)
+{
+    int n_classes = 0;
+    for (int s = 0; s < budget->segments; s++) {
+        const ft__probe_segment *seg = &reference->segment[s];
+        int c = 0;
+        while (c < n_classes && classes[c].hash != seg->shape_hash) c++;
+        class_of[s] = c;
+        if (c == n_classes) {
+            classes[c].hash = seg->shape_hash;
+            classes[c].n = 0;
+            n_classes++;
+        }
+    }
+    for (int c = 0; c < n_classes; c++) {
+        uint64_t bits;
+        int first = 0;
+        while (class_of[first] != c) first++;
+        FT_TRY(ft__droppable(budget, probe, rank, first, &reference->segment[first], &bits));
+        FT_TRY(ft__class_measure(budget, probe, rank, class_of, c, bits, &classes[c]));
+    }
+    return FT_OK;
+}
+
+static ft_status ft__sac_fit(ft_sac_budget *budget, ft__probe *probe, ft__probe *kept)
+{
+    int S = budget->segments, rank = 0;
+    for (int s = 0; s < S; s++) memset(&budget->sac[s], 0, sizeof budget->sac[s]);
+    FT_TRY(ft__probe_run(budget, probe, -1));
+    if (budget->peak_bytes <= budget->budget_bytes) return FT_OK; /* nothing needs to go */
+    for (int r = 1; r < probe->world; r++)
+        if (probe->rank[r].peak_bytes > probe->rank[rank].peak_bytes) rank = r;
+    ft__probe_clear(kept);
+    ft__probe_rank *reference = &kept->rank[rank];
+    memcpy(reference->segment, probe->rank[rank].segment, (size_t)S * sizeof *reference->segment);
+    memcpy(reference->outside, probe->rank[rank].outside,
+           (size_t)(S + 1) * sizeof *reference->outside);
+    int *class_of = (int *)FT_MALLOC((size_t)S * sizeof *class_of);
+    ft__class *classes = (ft__class *)FT_MALLOC((size_t)S * sizeof *classes);
+    ft_status status = class_of && classes ? FT_OK :
+                       ft_error(FT_ERR_OOM, "no host memory to search %d segments", S);
+    if (status == FT_OK)
+        status = ft__sac_classes(budget, probe, reference, rank, class_of, classes);
+    if (status == FT_OK) status = ft__sac_search(budget, probe, reference, class_of, classes);
+    if (class_of) FT_FREE(class_of);
+    if (classes) FT_FREE(classes);
+    return status;
+}
+
+FT_API ft_status ft_sac_fit(ft_sac_budget *budget)
+{
+    ft__probe probe, kept;
+    int world = budget->config.world > 0 ? budget->config.world : 1;
+    if (budget->segments < 1 || !budget->step || !budget->sac)
+        return ft_error(FT_ERR_ARG, "ft_sac_fit needs segments > 0, step and sac");
+    budget->runs = 0;
+    FT_TRY(ft__probe_create(world, budget->segments, &probe));
+    ft_status status = ft__probe_create(world, budget->segments, &kept);
+    if (status == FT_OK) {
+        status = ft__sac_fit(budget, &probe, &kept);
+        FT_FREE(kept.rank);
+    }
+    FT_FREE(probe.rank);
+    return status;
+}
+
+#endif /* FEMTOTRON_IMPLEMENTATION_DONE */
+#endif /* FEMTOTRON_IMPLEMENTATION */

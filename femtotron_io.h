@@ -1,0 +1,2623 @@
+/* femtotron_io.h: safetensors, token data and its sampler, metrics and JSON, for femtotron.h.
+
+   Do this, in ONE C or C++ file of your program (elsewhere without the macro):
+
+       #define FEMTOTRON_IMPLEMENTATION
+       #include "femtotron.h"
+       #include "femtotron_io.h"
+
+   Then, to read a tensor (error checks left out):
+
+       ft_io_safetensors_open("model.safetensors", &file);
+       const ft_io_tensor *t = ft_io_safetensors_find(file, "model.norm.weight");
+       ft_io_read_float(t, 0, t->elems, values);
+
+   WHAT IT DOES NOT DO
+     No tokenizer, no downloads, no models split over several safetensors files, no big-endian host.
+     It reads no token shards yet (a file is a stream of bytes) and writes no training checkpoints.
+     JSON is written by the emitter here; of JSON read, the safetensors header needs no library, a
+     Hugging Face config.json needs cJSON.
+
+   CONTENTS  (find a part by searching for its mark)
+     Declarations                                    Implementation
+       >>dtypes       element types of files           >>dtypes.impl
+       >>safetensors  read and write tensor files      >>files.impl, >>utf8.impl, >>header.impl,
+                                                       >>safetensors.impl, >>writer.impl
+       >>hf           config.json of Hugging Face      >>hf.impl
+       >>data         files as one stream of tokens    >>data.impl
+       >>sampler      which tokens a step sees         >>sampler.impl
+       >>json         an emitter for nested JSON       >>json.impl
+       >>log          metrics as JSON lines            >>log.impl
+
+   OPTIONS  (define before the include that has the implementation)
+     FEMTOTRON_IO_IMPLEMENTATION   the implementation of this header alone. Default: off;
+                   FEMTOTRON_IMPLEMENTATION switches on that of every header.
+     FT_CJSON      adds >>hf, which parses with cJSON (<cjson/cJSON.h>, link -lcjson). Default off.
+                   Set it, in every file that calls >>hf, where the library is installed.
+
+   CONCEPTS AND COSTS
+     mapping   Safetensors files and data are mapped, not read: opening costs page tables, and bytes
+               come from the page cache when they are touched. All threads of the process share
+               them. A file that another process cuts short while it is mapped kills the process
+               (SIGBUS).
+     stream    Data files are one sequence of tokens, in the order given: token p of the stream is
+               in the file whose range holds p.
+     window    A sample is T + 1 tokens: T inputs, and T labels that are the same tokens one later.
+               Windows start every T tokens, so each token is a label once (the first never, and at
+               the end up to T - 1 tokens are left over). Window w reads tokens w*T .. w*T + T.
+     order     Step s takes positions s*G .. s*G + G-1 of an endless sequence: epoch 0's permutation
+               of all windows, then epoch 1's, and so on. A batch may span the end of an epoch;
+               nothing is dropped or seen twice. The sequence depends on (seed, number of windows)
+               alone, so a run continues identically on another number of ranks, and needs no state
+               but the step.
+
+       operation                      memory                        time
+       ft_io_safetensors_open         header + 150 B a tensor       n log n in the tensors
+       ft_io_safetensors_finish       header + 1 MiB                one pass over the data
+       ft_io_data_open                100 B a file                  none for the data
+       ft_io_data_check_vocab         0                             one pass, none for vocab >= 256
+       ft_io_sampler_index            0                             below 24 hashes in the mean
+
+   OWNERSHIP, THREADS, ERRORS
+     What _open or _create gives, the matching _close, _finish or _abandon takes back; pointers into
+     it die with it. Files opened for reading may be used by any number of threads at once; a
+     writer, an emitter or a log by one at a time. Paths, names and keys that are passed in are
+     copied. Fallible functions return ft_status, and ft_last_error() names the file, what is wrong,
+     and where.
+
+   LETTERS  B batch, T tokens of a sequence, G samples of the global batch, R ranks,
+            M micro-batches.
+
+   License: MIT, see LICENSE. */
+
+#ifndef FEMTOTRON_IO_H
+#define FEMTOTRON_IO_H
+
+#ifndef FEMTOTRON_H
+#error "femtotron_io.h builds on femtotron.h: include femtotron.h first"
+#endif
+
+/* ------------------------------------------------------------------------------------ >>dtypes */
+
+typedef enum ft_io_dtype { /* the element types of safetensors, by their names there */
+    FT_IO_F32 = 0, FT_IO_BF16, FT_IO_F16, FT_IO_F64, FT_IO_I64, FT_IO_I32, FT_IO_I16, FT_IO_I8,
+    FT_IO_U64, FT_IO_U32, FT_IO_U16, FT_IO_U8, FT_IO_BOOL, FT_IO_C64, FT_IO_F8_E4M3,
+    FT_IO_F8_E5M2, FT_IO_F8_E8M0, FT_IO_F8_E4M3FNUZ, FT_IO_F8_E5M2FNUZ, FT_IO_F6_E2M3,
+    FT_IO_F6_E3M2, FT_IO_F4, FT_IO_DTYPE_COUNT
+} ft_io_dtype;
+
+FT_API const char *ft_io_dtype_name(ft_io_dtype dtype);
+/* As in the file: "F32", "BF16", ...; "?" for a value outside the enum. */
+FT_API int ft_io_dtype_bits(ft_io_dtype dtype);
+/* Bits of an element: 64, 32, 16, 8, or 6 and 4 (packed). 0 for a value outside the enum. */
+FT_API ft_io_dtype ft_io_dtype_of(ft_dtype dtype);
+/* The file's type of a tensor's: FT_F32, FT_BF16, FT_I32; FT_IO_DTYPE_COUNT for any other value. */
+
+/* ------------------------------------------------------------------------------- >>safetensors */
+
+#define FT_IO_MAX_DIMS 8
+
+typedef struct ft_io_tensor { /* one tensor of an open file */
+    const char *name;
+    ft_io_dtype dtype;
+    int ndim;                      /* 0: a scalar, one element */
+    int64_t shape[FT_IO_MAX_DIMS]; /* a dimension may be 0 */
+    int64_t elems;
+    size_t bytes;
+    const void *data;              /* in the mapping, little-endian; aligned only as the file is, so
+                                      copy elements out with memcpy or the readers below */
+} ft_io_tensor;
+
+typedef struct ft_io_safetensors ft_io_safetensors;
+
+FT_API ft_status ft_io_safetensors_open(const char *path, ft_io_safetensors **out);
+/* Maps the file and checks all of its header: a tensor that is found has its bytes. Layout: 8 bytes
+   of header length, little-endian; the header, a JSON object of name -> {dtype, shape,
+   data_offsets}; the data, without gaps (https://github.com/huggingface/safetensors, "Format").
+   FT_ERR_IO: it cannot be opened, or is no regular file.
+   FT_ERR_DATA: anything in it breaks the format.
+   FT_ERR_UNSUPPORTED: a dtype that is not listed above, or more than FT_IO_MAX_DIMS dimensions. */
+FT_API void ft_io_safetensors_close(ft_io_safetensors *file);
+/* NULL is allowed. Tensors, names and metadata of the file are gone. */
+
+FT_API int64_t ft_io_safetensors_count(const ft_io_safetensors *file);
+FT_API const ft_io_tensor *ft_io_safetensors_at(const ft_io_safetensors *file, int64_t index);
+/* In the order of the data. NULL outside 0..count-1. */
+FT_API const ft_io_tensor *ft_io_safetensors_find(const ft_io_safetensors *file, const char *name);
+/* NULL if there is none (no error is set). Binary search. */
+
+FT_API const char *ft_io_safetensors_metadata(const ft_io_safetensors *file, const char *key);
+/* The string under `key` in __metadata__; NULL if there is none (no error is set). */
+FT_API int64_t ft_io_safetensors_metadata_count(const ft_io_safetensors *file);
+FT_API const char *ft_io_safetensors_metadata_at(const ft_io_safetensors *file, int64_t index,
+                                                 const char **value);
+/* Key number `index` (sorted by bytes) and, unless NULL, its value; NULL outside 0..count-1. */
+
+FT_API ft_status ft_io_read_float(const ft_io_tensor *tensor, int64_t first, int64_t n,
+                                  float *values);
+/* values[n] = elements first..first+n-1 of a tensor of F32, BF16, F16 (all exact) or F64 (rounded
+   to nearest; beyond the range of float: infinity). FT_ERR_UNSUPPORTED for other dtypes. */
+FT_API ft_status ft_io_read_int(const ft_io_tensor *tensor, int64_t first, int64_t n,
+                                int64_t *values);
+/* The same for I64, I32, I16, I8, U64, U32, U16, U8 and BOOL. FT_ERR_DATA, naming the element, for
+   a U64 above 2^63 - 1. */
+
+typedef struct ft_io_safetensors_writer ft_io_safetensors_writer;
+
+typedef ft_status (*ft_io_fill_fn)(void *user, const char *name, size_t offset, size_t bytes,
+                                   void *buffer);
+/* Produces bytes offset..offset+bytes-1 of tensor `name`. Called in order, from offset 0, with
+   pieces of at most 1 MiB that hold whole elements (of 8 bits and more). */
+
+FT_API ft_status ft_io_safetensors_create(const char *path, ft_io_safetensors_writer **out);
+/* Starts a description; the file system is not touched before _finish. */
+FT_API ft_status ft_io_safetensors_add(ft_io_safetensors_writer *writer, const char *name,
+                                       ft_io_dtype dtype, int ndim, const int64_t *shape,
+                                       const void *data);
+/* Adds a tensor whose little-endian bytes are at `data`, which must live until _finish. Tensors lie
+   in the file in the order of adding, without padding: add wide dtypes first where readers need
+   aligned data. Errors leave the writer as it was. */
+FT_API ft_status ft_io_safetensors_add_fill(ft_io_safetensors_writer *writer, const char *name,
+                                            ft_io_dtype dtype, int ndim, const int64_t *shape,
+                                            ft_io_fill_fn fill, void *user);
+/* The same for a tensor that does not exist in one piece: _finish asks `fill` for it. */
+FT_API ft_status ft_io_safetensors_set_metadata(ft_io_safetensors_writer *writer, const char *key,
+                                                const char *value);
+/* Keys must differ. Both are UTF-8. */
+FT_API ft_status ft_io_safetensors_finish(ft_io_safetensors_writer *writer);
+/* Writes `path`: first a temporary file beside it, PATH.tmp-PID-N, which is synced to the disk and
+   then renamed over it. So path holds the old file or the new one, whole, whenever the process
+   dies. On an error the temporary file is removed and path is as before (only when syncing the
+   directory fails is the new file in place already). Frees the writer in any case. The header is
+   padded with blanks so that data starts at a multiple of 8. A symbolic link is replaced, not
+   followed. FT_ERR_ARG for names given twice; FT_ERR_IO for everything that the system refuses. */
+FT_API void ft_io_safetensors_abandon(ft_io_safetensors_writer *writer);
+/* Frees it without writing. NULL is allowed. */
+
+/* ---------------------------------------------------------------------------------------- >>hf */
+
+#ifdef FT_CJSON
+
+typedef struct ft_io_hf_config {
+    char model_type[16];       /* "llama", "mistral", "qwen2" or "qwen3" */
+    int64_t vocab, hidden, layers, heads, kv_heads, head_dim, intermediate;
+    int64_t max_positions;     /* 0: the text does not say */
+    int tie_embeddings;        /* 1: the head is the embedding table */
+    int qkv_bias, o_bias, mlp_bias;
+    int qk_norm;               /* RMSNorm of each query and key head */
+    double norm_eps;
+    double rope_theta;
+    ft_rope_scaling rope_scaling; /* llama3; all 0: none */
+} ft_io_hf_config;
+
+FT_API ft_status ft_io_hf_config_parse(const char *json_text, const char *where,
+                                       ft_io_hf_config *config);
+/* Reads the text of a Hugging Face config.json; `where` (a file's name) begins the messages. What
+   the families mean by the same keys:
+     llama     attention_bias: q, k, v and o; mlp_bias
+     mistral   no biases; sliding_window must be there and null (absent, it means 4096)
+     qwen2     q, k and v always have a bias, o never
+     qwen3     attention_bias: q, k, v and o; q and k norms; head_dim 128 unless given
+   Elsewhere an absent head_dim is hidden / heads, an absent rms_norm_eps 1e-6. An absent number of
+   kv heads (= heads) and an absent rope_theta (10000) are taken from llama alone; others must say
+   them. Both layouts of rotary settings are read: rope_theta with rope_scaling, and
+   rope_parameters.
+   FT_ERR_DATA, naming the key: not JSON, a key twice, a value missing, of the wrong type or out of
+   range. FT_ERR_UNSUPPORTED, by name: other model types, rope types but default and llama3, sliding
+   windows, experts, quantization, dropout, activations but silu.
+   cJSON keeps its last error in a global variable: call this from one thread at a time. */
+
+#endif /* FT_CJSON */
+
+/* -------------------------------------------------------------------------------------- >>data */
+
+typedef enum ft_io_token { /* how a token is stored */
+    FT_IO_TOKEN_BYTE = 0   /* any file: each byte is a token, vocabulary 256 */
+} ft_io_token;
+
+typedef struct ft_io_data ft_io_data;
+
+FT_API ft_status ft_io_data_open(const char *const *paths, int n_paths, ft_io_token token,
+                                 ft_io_data **out);
+/* The files in this order as one stream. FT_ERR_IO for a file that cannot be opened or is no
+   regular file, FT_ERR_DATA for an empty one; both name it. */
+FT_API void ft_io_data_close(ft_io_data *data);
+/* NULL is allowed. */
+FT_API int64_t ft_io_data_tokens(const ft_io_data *data);
+FT_API int64_t ft_io_data_vocab(const ft_io_data *data);
+/* One more than the largest token the format can hold. */
+FT_API ft_status ft_io_data_read(const ft_io_data *data, int64_t position, int64_t n,
+                                 int32_t *tokens);
+/* tokens[n] = tokens position..position+n-1 of the stream, across files. */
+FT_API const char *ft_io_data_locate(const ft_io_data *data, int64_t position, int64_t *in_file);
+/* The path of the file that holds the position and, unless NULL, the token's index in that file.
+   NULL outside the stream. */
+FT_API ft_status ft_io_data_check_vocab(const ft_io_data *data, int64_t vocab);
+/* FT_ERR_DATA, naming the file, the position in it and the value, if a token is >= vocab. */
+
+/* ----------------------------------------------------------------------------------- >>sampler */
+
+typedef struct ft_io_sampler { /* a plain value: nothing to free; `data` must outlive it */
+    const ft_io_data *data;
+    int64_t seq_len;           /* T */
+    int64_t windows;           /* N = (tokens - 1) / T */
+    int64_t global_batch;      /* G */
+    uint64_t seed;
+} ft_io_sampler;
+
+FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *data, int64_t seq_len,
+                                    int64_t global_batch, uint64_t seed);
+/* FT_ERR_DATA, naming both sizes, if the stream is shorter than one sample (T + 1 tokens). */
+
+FT_API ft_status ft_io_sampler_index(const ft_io_sampler *sampler, int64_t step, int64_t position,
+                                     int64_t *window, int64_t *epoch);
+/* The window at `position` (0..G-1) of the global batch of step `step` (from 0), and the epoch it
+   belongs to. Either pointer may be NULL. */
+
+FT_API ft_status ft_io_sampler_read(const ft_io_sampler *sampler, int64_t step, int64_t position,
+                                    int64_t n, int32_t *tokens, int32_t *labels);
+/* tokens[n,T], labels[n,T]: the n samples from `position` on of the step's global batch.
+   labels[b,t] is the token after tokens[b,t]; rows do not run into one another. */
+
+FT_API ft_status ft_io_sampler_fill(const ft_io_sampler *sampler, int64_t step, int rank, int ranks,
+                                    int micro_batch, int micro_batches, int32_t *tokens,
+                                    int32_t *labels);
+/* tokens[B,T], labels[B,T] of one rank and micro-batch, B = G / (R M), which must divide: positions
+   (micro_batch * R + rank) * B onwards. Together they are the global batch, once. */
+
+FT_API int64_t ft_io_permute(uint64_t seed, int64_t epoch, int64_t n, int64_t i);
+/* Element i of epoch `epoch`'s permutation of 0..n-1, in O(1) memory: a Feistel network over the
+   next power of four, keyed by seed and epoch (Luby and Rackoff 1988), walked along its cycle until
+   the result is below n (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Requires
+   0 <= i < n; otherwise -1. */
+
+/* -------------------------------------------------------------------------------------- >>json */
+
+/* An emitter: what is called is written, with commas and escapes where they belong. Calls do not
+   fail; the first error (of writing, or a call that breaks JSON: a value in an object without a
+   key, an end that does not match, more than 64 levels, a second top-level value) sticks, what
+   follows it is ignored, and the error comes out at the end. A NULL emitter is allowed and does
+   nothing. */
+typedef struct ft_io_json ft_io_json;
+
+FT_API ft_status ft_io_json_create(FILE *file, const char *name, ft_io_json **out);
+/* Emits into an open file, which stays the caller's; `name` stands for it in messages. */
+FT_API ft_status ft_io_json_open(const char *path, ft_io_json **out);
+/* Emits into a new file. */
+FT_API void ft_io_json_begin_object(ft_io_json *json);
+FT_API void ft_io_json_end_object(ft_io_json *json);
+FT_API void ft_io_json_begin_array(ft_io_json *json);
+FT_API void ft_io_json_end_array(ft_io_json *json);
+FT_API void ft_io_json_key(ft_io_json *json, const char *key);
+FT_API void ft_io_json_int(ft_io_json *json, int64_t value);
+FT_API void ft_io_json_float(ft_io_json *json, double value);
+/* %.9g, which keeps every float; NaN and infinities, which JSON lacks, become null. */
+FT_API void ft_io_json_bool(ft_io_json *json, int value);
+FT_API void ft_io_json_null(ft_io_json *json);
+FT_API void ft_io_json_string(ft_io_json *json, const char *value);
+/* UTF-8; each byte that is not part of it becomes U+FFFD. */
+FT_API ft_status ft_io_json_finish(ft_io_json *json);
+/* Checks that all is closed, ends the line, flushes, closes the file if _open opened it, frees the
+   emitter, and returns the first error. */
+
+/* --------------------------------------------------------------------------------------- >>log */
+
+typedef struct ft_io_log ft_io_log;
+
+FT_API ft_status ft_io_log_open(const char *path, int append, ft_io_log **out);
+/* A file of one JSON object a line. append 0: it is emptied; 1: rows are added, after a line break
+   if the last row was cut off. */
+/* Between begin and end each function adds a key with its value. In all of them a NULL log is
+   allowed and does nothing: a program that was not asked for a log need not ask. */
+FT_API void ft_io_log_begin(ft_io_log *log);
+FT_API void ft_io_log_int(ft_io_log *log, const char *key, int64_t value);
+FT_API void ft_io_log_float(ft_io_log *log, const char *key, double value);
+FT_API void ft_io_log_string(ft_io_log *log, const char *key, const char *value);
+FT_API ft_io_json *ft_io_log_json(ft_io_log *log);
+/* The emitter of the open row, for nested values: ft_io_json_key, then the value. */
+FT_API ft_status ft_io_log_end(ft_io_log *log);
+/* Writes the row with its line break in one write, so that a reader never waits for the rest of a
+   row. The first error of the row, or of its writing; the next row starts afresh, on a line of its
+   own. */
+FT_API ft_status ft_io_log_close(ft_io_log *log);
+/* FT_ERR_STATE if a row is open; it is not written. NULL is allowed. */
+
+#endif /* FEMTOTRON_IO_H */
+
+/* =========================================================================== implementation === */
+
+#if (defined(FEMTOTRON_IO_IMPLEMENTATION) || defined(FEMTOTRON_IMPLEMENTATION)) &&                 \
+    !defined(FEMTOTRON_IO_IMPLEMENTED)
+#define FEMTOTRON_IO_IMPLEMENTED
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#if defined(__BYTE_ORDER__) && defined(__ORDER_BIG_ENDIAN__)
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+#error "femtotron_io.h maps little-endian files as they are: build it for a little-endian host"
+#endif
+#endif
+
+#ifndef __cplusplus
+/* The one POSIX function used here that <unistd.h> hides under -std=c11; C++ compilers show it. */
+int fsync(int fd);
+#endif
+
+#ifndef FT_MALLOC
+#define FT_MALLOC(n) malloc(n)
+#endif
+#ifndef FT_FREE
+#define FT_FREE(p) free(p)
+#endif
+
+/* ------------------------------------------------------------------------------- >>dtypes.impl */
+
+typedef struct ft__io_dtype_row {
+    const char *name;
+    int bits;
+} ft__io_dtype_row;
+
+/* In the order of the enum. The names are those of the safetensors crate's Dtype. */
+static const ft__io_dtype_row ft__io_dtypes[FT_IO_DTYPE_COUNT] = {
+    {"F32", 32},    {"BF16", 16},   {"F16", 16},        {"F64", 64},        {"I64", 64},
+    {"I32", 32},    {"I16", 16},    {"I8", 8},          {"U64", 64},        {"U32", 32},
+    {"U16", 16},    {"U8", 8},      {"BOOL", 8},        {"C64", 64},        {"F8_E4M3", 8},
+    {"F8_E5M2", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}, {"F6_E2M3", 6},
+    {"F6_E3M2", 6}, {"F4", 4}};
+
+static int ft__io_dtype_valid(ft_io_dtype dtype)
+{
+    return (int)dtype >= 0 && (int)dtype < (int)FT_IO_DTYPE_COUNT;
+}
+
+FT_API const char *ft_io_dtype_name(ft_io_dtype dtype)
+{
+    return ft__io_dtype_valid(dtype) ? ft__io_dtypes[dtype].name : "?";
+}
+
+FT_API int ft_io_dtype_bits(ft_io_dtype dtype)
+{
+    return ft__io_dtype_valid(dtype) ? ft__io_dtypes[dtype].bits : 0;
+}
+
+FT_API ft_io_dtype ft_io_dtype_of(ft_dtype dtype)
+{
+    if (dtype == FT_F32) return FT_IO_F32;
+    if (dtype == FT_BF16) return FT_IO_BF16;
+    if (dtype == FT_I32) return FT_IO_I32;
+    return FT_IO_DTYPE_COUNT;
+}
+
+static ft_io_dtype ft__io_dtype_named(const char *name)
+{
+    int i = 0;
+    while (i < (int)FT_IO_DTYPE_COUNT && strcmp(name, ft__io_dtypes[i].name) != 0) i++;
+    return (ft_io_dtype)i;
+}
+
+/* Elements and bytes of a shape without negative dimensions. Returns NULL, or what is wrong. */
+static const char *ft__io_extent(ft_io_dtype dtype, int ndim, const int64_t *shape, int64_t *elems,
+                                 size_t *bytes)
+{
+    int64_t n = 1, nonzero = 1;
+    const int64_t bits = ft_io_dtype_bits(dtype);
+    for (int i = 0; i < ndim; i++) {
+        /* Zeros stay out of the product that is checked, so that no order of dimensions hides an
+           overflow from readers who multiply in another. */
+        const int64_t d = shape[i] > 0 ? shape[i] : 1;
+        if (nonzero > INT64_MAX / d) return "the number of elements overflows 63 bits";
+        nonzero *= d;
+        if (shape[i] == 0) n = 0;
+    }
+    if (nonzero > INT64_MAX / bits) return "the number of bits overflows 63 bits";
+    if (n != 0) n = nonzero;
+    if (n * bits % 8 != 0) return "the packed elements do not fill whole bytes";
+    *elems = n;
+    *bytes = (size_t)(n * bits / 8);
+    return NULL;
+}
+
+static float ft__io_float_of_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static float ft__io_float_of_f16(uint16_t half)
+{
+    const uint32_t sign = (uint32_t)(half >> 15) << 31;
+    const uint32_t exponent = (half >> 10) & 31u, mantissa = half & 1023u;
+    if (exponent == 31) return ft__io_float_of_bits(sign | 0x7f800000u | mantissa << 13);
+    if (exponent > 0) return ft__io_float_of_bits(sign | (exponent + 112) << 23 | mantissa << 13);
+    /* Subnormal, or zero with its sign: mantissa * 2^-24, exact in fp32. */
+    return (sign != 0 ? -1.0f : 1.0f) * ((float)mantissa * (1.0f / 16777216.0f));
+}
+
+static ft_status ft__io_check_range(const char *function, const ft_io_tensor *tensor, int64_t first,
+                                    int64_t n, const void *values)
+{
+    if (tensor == NULL || (values == NULL && n != 0))
+        return ft_error(FT_ERR_ARG, "%s: tensor and values must not be NULL", function);
+    if (first < 0 || n < 0 || first > tensor->elems || n > tensor->elems - first)
+        return ft_error(
+            FT_ERR_ARG, "%s: %lld elements from element %lld are outside tensor \"%s\" of %lld",
+            function, (long long)n, (long long)first, tensor->name, (long long)tensor->elems);
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_read_float(const ft_io_tensor *tensor, int64_t first, int64_t n,
+                                  float *values)
+{
+    FT_TRY(ft__io_check_range("ft_io_read_float", tensor, first, n, values));
+    const size_t width = (size_t)ft_io_dtype_bits(tensor->dtype) / 8;
+    const ft_io_dtype dtype = tensor->dtype;
+    if (dtype != FT_IO_F32 && dtype != FT_IO_BF16 && dtype != FT_IO_F16 && dtype != FT_IO_F64)
+        return ft_error(FT_ERR_UNSUPPORTED,
+                        "ft_io_read_float: tensor \"%s\" is %s; F32, BF16, F16 and F64 become "
+                        "float",
+                        tensor->name, ft_io_dtype_name(dtype));
+    if (n == 0) return FT_OK;
+    const unsigned char *from = (const unsigned char *)tensor->data + (size_t)first * width;
+    if (dtype == FT_IO_F32) {
+        memcpy(values, from, (size_t)n * width);
+        return FT_OK;
+    }
+    for (int64_t i = 0; i < n; i++, from += width) {
+        uint16_t half;
+        double wide;
+        if (dtype == FT_IO_F64) {
+            memcpy(&wide, from, sizeof wide);
+            values[i] = (float)wide;
+        } else {
+            memcpy(&half, from, sizeof half);
+            values[i] = dtype == FT_IO_BF16 ? ft__io_float_of_bits((uint32_t)half << 16)
+                                            : ft__io_float_of_f16(half);
+        }
+    }
+    return FT_OK;
+}
+
+/* One little-endian integer of 1, 2, 4 or 8 bytes, zero-extended. */
+static uint64_t ft__io_load(const unsigned char *from, size_t width)
+{
+    uint64_t value = 0;
+    memcpy(&value, from, width);
+    return value;
+}
+
+FT_API ft_status ft_io_read_int(const ft_io_tensor *tensor, int64_t first, int64_t n,
+                                int64_t *values)
+{
+    FT_TRY(ft__io_check_range("ft_io_read_int", tensor, first, n, values));
+    const size_t width = (size_t)ft_io_dtype_bits(tensor->dtype) / 8;
+    const int is_signed = tensor->dtype == FT_IO_I64 || tensor->dtype == FT_IO_I32 ||
+                          tensor->dtype == FT_IO_I16 || tensor->dtype == FT_IO_I8;
+    if (!is_signed && tensor->dtype != FT_IO_U64 && tensor->dtype != FT_IO_U32 &&
+        tensor->dtype != FT_IO_U16 && tensor->dtype != FT_IO_U8 && tensor->dtype != FT_IO_BOOL)
+        return ft_error(FT_ERR_UNSUPPORTED, "ft_io_read_int: tensor \"%s\" is %s, not of integers",
+                        tensor->name, ft_io_dtype_name(tensor->dtype));
+    if (n == 0) return FT_OK;
+    const unsigned char *from = (const unsigned char *)tensor->data + (size_t)first * width;
+    for (int64_t i = 0; i < n; i++, from += width) {
+        uint64_t bits = ft__io_load(from, width);
+        const uint64_t top = (uint64_t)1 << (8 * width - 1);
+        if (is_signed) bits = (bits ^ top) - top; /* extends the sign bit over the upper bytes */
+        else if (bits > (uint64_t)INT64_MAX)
+            return ft_error(FT_ERR_DATA,
+                            "ft_io_read_int: element %lld of tensor \"%s\" is above 2^63 - 1",
+                            (long long)(first + i), tensor->name);
+        memcpy(&values[i], &bits, sizeof bits);
+    }
+    return FT_OK;
+}
+
+/* -------------------------------------------------------------------------------- >>files.impl */
+
+static char *ft__io_copy(const char *string)
+{
+    const size_t n = strlen(string) + 1;
+    char *copy = (char *)FT_MALLOC(n);
+    if (copy != NULL) memcpy(copy, string, n);
+    return copy;
+}
+
+static ft_status ft__io_oom(const char *path, size_t bytes)
+{
+    return ft_error(FT_ERR_OOM, "%s: no memory for %zu bytes", path, bytes);
+}
+
+/* The array with room for one more element: itself, or a copy twice as large, so that n additions
+   move less than 2n elements. NULL, and the array as it was, when there is no memory. */
+static void *ft__io_grow(void *array, size_t n, size_t *capacity, size_t elem_bytes)
+{
+    if (n < *capacity) return array;
+    const size_t more = *capacity == 0 ? 16 : *capacity * 2;
+    void *grown = FT_MALLOC(more * elem_bytes);
+    if (grown == NULL) return NULL;
+    if (n > 0) memcpy(grown, array, n * elem_bytes);
+    FT_FREE(array);
+    *capacity = more;
+    return grown;
+}
+
+typedef struct ft__io_map {
+    void *base;   /* NULL for an empty file, which cannot be mapped */
+    size_t bytes;
+} ft__io_map;
+
+static ft_status ft__io_map_fd(int fd, const char *path, ft__io_map *map)
+{
+    struct stat info;
+    if (fstat(fd, &info) != 0)
+        return ft_error(FT_ERR_IO, "%s: cannot ask for its size: %s", path, strerror(errno));
+    if (S_ISDIR(info.st_mode)) return ft_error(FT_ERR_IO, "%s: is a directory, not a file", path);
+    if (!S_ISREG(info.st_mode))
+        return ft_error(FT_ERR_IO, "%s: not a regular file; pipes and devices cannot be mapped",
+                        path);
+    if ((uint64_t)info.st_size > (uint64_t)(SIZE_MAX / 2))
+        return ft_error(FT_ERR_IO, "%s: %lld bytes exceed the address space", path,
+                        (long long)info.st_size);
+    if (info.st_size == 0) return FT_OK;
+    void *base = mmap(NULL, (size_t)info.st_size, PROT_READ, MAP_SHARED, fd, 0);
+    if (base == MAP_FAILED)
+        return ft_error(FT_ERR_IO, "%s: cannot map its %lld bytes: %s", path,
+                        (long long)info.st_size, strerror(errno));
+    map->base = base;
+    map->bytes = (size_t)info.st_size;
+    return FT_OK;
+}
+
+static int ft__io_open_fd(const char *path, int flags)
+{
+#ifdef O_CLOEXEC
+    flags |= O_CLOEXEC;
+#endif
+    int fd;
+    do fd = open(path, flags, 0666);
+    while (fd < 0 && errno == EINTR);
+    return fd;
+}
+
+/* Maps a whole file for reading. The descriptor is closed: the mapping lives without it. */
+static ft_status ft__io_map_open(const char *path, ft__io_map *map)
+{
+    map->base = NULL;
+    map->bytes = 0;
+    /* Without O_NONBLOCK, opening a pipe waits for a writer before it can be refused. */
+    const int fd = ft__io_open_fd(path, O_RDONLY | O_NONBLOCK);
+    if (fd < 0) return ft_error(FT_ERR_IO, "%s: cannot open: %s", path, strerror(errno));
+    const ft_status status = ft__io_map_fd(fd, path, map);
+    close(fd);
+    return status;
+}
+
+static void ft__io_map_close(ft__io_map *map)
+{
+    if (map->base != NULL) munmap(map->base, map->bytes);
+    map->base = NULL;
+}
+
+/* Writes all bytes, however the system splits them; *written tells how far it came. 0, or errno. */
+static int ft__io_write(int fd, const void *from, size_t bytes, size_t *written)
+{
+    size_t done = 0;
+    int error = 0;
+    while (done < bytes && error == 0) {
+        const ssize_t n = write(fd, (const char *)from + done, bytes - done);
+        if (n > 0) done += (size_t)n;
+        else if (n == 0) error = EIO; /* POSIX forbids it; looping would not end */
+        else if (errno != EINTR) error = errno;
+    }
+    if (written != NULL) *written = done;
+    return error;
+}
+
+/* -------------------------------------------------------------------------------- >>utf8.impl */
+
+/* Bytes of the UTF-8 character at s (n bytes are left): 1 to 4; 0 if there is none. Overlong forms,
+   surrogates and values above U+10FFFF are none (Unicode 15, table 3-7). */
+static size_t ft__io_utf8(const char *string, size_t n)
+{
+    const unsigned char *s = (const unsigned char *)string;
+    if (n == 0) return 0;
+    if (s[0] < 0x80) return 1;
+    const size_t length = s[0] >= 0xf0 ? 4 : s[0] >= 0xe0 ? 3 : 2;
+    if (s[0] < 0xc2 || s[0] > 0xf4 || n < length) return 0;
+    for (size_t i = 1; i < length; i++)
+        if ((s[i] & 0xc0) != 0x80) return 0;
+    if (s[0] == 0xe0 && s[1] < 0xa0) return 0;
+    if (s[0] == 0xed && s[1] > 0x9f) return 0;
+    if (s[0] == 0xf0 && s[1] < 0x90) return 0;
+    if (s[0] == 0xf4 && s[1] > 0x8f) return 0;
+    return length;
+}
+
+static int ft__io_utf8_valid(const char *string)
+{
+    const size_t n = strlen(string);
+    size_t at = 0, length = 1;
+    while (at < n && length > 0) at += (length = ft__io_utf8(string + at, n - at));
+    return at == n;
+}
+
+/* A string from a file, fit for a message of one line: control characters and stray bytes become
+   '?', a long one is cut. */
+typedef struct ft__io_shown {
+    char text[84];
+} ft__io_shown;
+
+static ft__io_shown ft__io_show(const char *string)
+{
+    ft__io_shown shown;
+    const size_t n = strlen(string);
+    size_t from = 0, to = 0;
+    while (from < n && to + 4 < 80) {
+        const size_t length = ft__io_utf8(string + from, n - from);
+        if (length == 0 || (unsigned char)string[from] < 0x20 || string[from] == 0x7f) {
+            shown.text[to++] = '?';
+            from++;
+        } else {
+            memcpy(shown.text + to, string + from, length);
+            to += length;
+            from += length;
+        }
+    }
+    memcpy(shown.text + to, from < n ? "..." : "", from < n ? 4 : 1);
+    return shown;
+}
+
+/* --------------------------------------------------------------------------------- >>json.impl */
+
+typedef struct ft__io_text { /* a growing string, not terminated */
+    char *bytes;
+    size_t n, capacity;
+} ft__io_text;
+
+enum { FT__IO_DEPTH = 64, FT__IO_SPILL = 65536 };
+
+struct ft_io_json {
+    ft__io_text text;
+    FILE *file;               /* NULL: everything stays in `text` */
+    int owns_file;
+    char *name;
+    int depth;
+    char close[FT__IO_DEPTH]; /* what ends each open level: '}' or ']' */
+    int filled;               /* the innermost level (or the top) has a value: a comma comes next */
+    int keyed;                /* a key was written and waits for its value */
+    ft_status status;         /* the first error, and its text */
+    char message[320];
+};
+
+#if defined(__GNUC__)
+__attribute__((format(printf, 3, 4)))
+#endif
+static void ft__io_json_fail(ft_io_json *json, ft_status status, const char *format, ...)
+{
+    if (json->status != FT_OK) return;
+    va_list list;
+    va_start(list, format);
+    vsnprintf(json->message, sizeof json->message, format, list);
+    va_end(list);
+    json->status = status;
+}
+
+static void ft__io_json_spill(ft_io_json *json)
+{
+    if (json->file == NULL || json->status != FT_OK) return;
+    errno = 0;
+    if (fwrite(json->text.bytes, 1, json->text.n, json->file) != json->text.n)
+        ft__io_json_fail(json, FT_ERR_IO, "cannot write: %s", strerror(errno));
+    json->text.n = 0;
+}
+
+static void ft__io_json_put(ft_io_json *json, const char *bytes, size_t n)
+{
+    ft__io_text *text = &json->text;
+    if (json->status != FT_OK) return;
+    if (n > text->capacity - text->n) {
+        const size_t more = (text->n + n) * 2 + 256;
+        char *grown = (char *)FT_MALLOC(more);
+        if (grown == NULL) {
+            ft__io_json_fail(json, FT_ERR_OOM, "no memory for %zu bytes of JSON", more);
+            return;
+        }
+        if (text->n > 0) memcpy(grown, text->bytes, text->n);
+        FT_FREE(text->bytes);
+        text->bytes = grown;
+        text->capacity = more;
+    }
+    memcpy(text->bytes + text->n, bytes, n);
+    text->n += n;
+    if (text->n >= FT__IO_SPILL) ft__io_json_spill(json);
+}
+
+static void ft__io_json_escape(ft_io_json *json, const char *string)
+{
+    const size_t n = strlen(string);
+    size_t length;
+    ft__io_json_put(json, "\"", 1);
+    for (size_t at = 0; at < n; at += length) {
+        const char c = string[at];
+        char escape[8];
+        length = ft__io_utf8(string + at, n - at);
+        if (length == 0) {
+            ft__io_json_put(json, "\\ufffd", 6);
+            length = 1;
+        } else if (c == '"' || c == '\\') {
+            escape[0] = '\\';
+            escape[1] = c;
+            ft__io_json_put(json, escape, 2);
+        } else if ((unsigned char)c < 0x20) {
+            snprintf(escape, sizeof escape, "\\u%04x", (unsigned)c);
+            ft__io_json_put(json, escape, 6);
+        } else {
+            ft__io_json_put(json, string + at, length);
+        }
+    }
+    ft__io_json_put(json, "\"", 1);
+}
+
+/* 1 if a value may stand here; writes the comma before it. */
+static int ft__io_json_value(ft_io_json *json)
+{
+    if (json == NULL || json->status != FT_OK) return 0;
+    if (json->depth == 0 && json->filled)
+        ft__io_json_fail(json, FT_ERR_STATE, "a second value after the first has ended");
+    else if (json->depth > 0 && json->close[json->depth - 1] == '}' && !json->keyed)
+        ft__io_json_fail(json, FT_ERR_STATE, "a value in an object without a key");
+    else if (json->filled && !json->keyed) ft__io_json_put(json, ",", 1);
+    json->filled = 1;
+    json->keyed = 0;
+    return json->status == FT_OK;
+}
+
+static void ft__io_json_begin(ft_io_json *json, char open, char close)
+{
+    if (!ft__io_json_value(json)) return;
+    if (json->depth == FT__IO_DEPTH) {
+        ft__io_json_fail(json, FT_ERR_STATE, "more than %d levels of nesting", (int)FT__IO_DEPTH);
+        return;
+    }
+    ft__io_json_put(json, &open, 1);
+    json->close[json->depth++] = close;
+    json->filled = 0;
+}
+
+static void ft__io_json_end(ft_io_json *json, char close)
+{
+    if (json == NULL || json->status != FT_OK) return;
+    if (json->depth == 0 || json->close[json->depth - 1] != close || json->keyed) {
+        ft__io_json_fail(json, FT_ERR_STATE, "'%c' without its beginning, or after a key", close);
+        return;
+    }
+    json->depth--;
+    json->filled = 1;
+    ft__io_json_put(json, &close, 1);
+}
+
+FT_API void ft_io_json_begin_object(ft_io_json *json)
+{
+    ft__io_json_begin(json, '{', '}');
+}
+
+FT_API void ft_io_json_end_object(ft_io_json *json)
+{
+    ft__io_json_end(json, '}');
+}
+
+FT_API void ft_io_json_begin_array(ft_io_json *json)
+{
+    ft__io_json_begin(json, '[', ']');
+}
+
+FT_API void ft_io_json_end_array(ft_io_json *json)
+{
+    ft__io_json_end(json, ']');
+}
+
+FT_API void ft_io_json_key(ft_io_json *json, const char *key)
+{
+    if (json == NULL || json->status != FT_OK) return;
+    if (key == NULL || json->keyed || json->depth == 0 || json->close[json->depth - 1] != '}') {
+        ft__io_json_fail(json, FT_ERR_STATE, "key \"%s\" outside an object, or after a key",
+                         key != NULL ? ft__io_show(key).text : "(NULL)");
+        return;
+    }
+    if (json->filled) ft__io_json_put(json, ",", 1);
+    ft__io_json_escape(json, key);
+    ft__io_json_put(json, ":", 1);
+    json->filled = 1;
+    json->keyed = 1;
+}
+
+FT_API void ft_io_json_int(ft_io_json *json, int64_t value)
+{
+    char text[32];
+    if (!ft__io_json_value(json)) return;
+    const int n = snprintf(text, sizeof text, "%lld", (long long)value);
+    ft__io_json_put(json, text, (size_t)n);
+}
+
+FT_API void ft_io_json_float(ft_io_json *json, double value)
+{
+    char text[40], clean[40];
+    int n = 0;
+    if (!isfinite(value)) {
+        ft_io_json_null(json);
+        return;
+    }
+    if (!ft__io_json_value(json)) return;
+    snprintf(text, sizeof text, "%.9g", value);
+    /* Whatever is neither digit, sign nor exponent is the decimal point of the program's locale,
+       which may be a comma, or several bytes; JSON's is a dot. */
+    for (const char *c = text; *c != 0; c++) {
+        const int plain = (*c >= '0' && *c <= '9') || *c == '-' || *c == '+' || *c == 'e';
+        if (plain || n == 0 || clean[n - 1] != '.') clean[n++] = plain ? *c : '.';
+    }
+    ft__io_json_put(json, clean, (size_t)n);
+}
+
+FT_API void ft_io_json_bool(ft_io_json *json, int value)
+{
+    if (ft__io_json_value(json)) ft__io_json_put(json, value ? "true" : "false", value ? 4 : 5);
+}
+
+FT_API void ft_io_json_null(ft_io_json *json)
+{
+    if (ft__io_json_value(json)) ft__io_json_put(json, "null", 4);
+}
+
+FT_API void ft_io_json_string(ft_io_json *json, const char *value)
+{
+    if (json == NULL || json->status != FT_OK) return;
+    if (value == NULL) ft__io_json_fail(json, FT_ERR_ARG, "a string is NULL");
+    else if (ft__io_json_value(json)) ft__io_json_escape(json, value);
+}
+
+/* The first error as this thread's; without one, whether the text is whole. */
+static ft_status ft__io_json_status(ft_io_json *json)
+{
+    if (json->depth > 0)
+        ft__io_json_fail(json, FT_ERR_STATE, "%d objects or arrays are not ended", json->depth);
+    else if (!json->filled) ft__io_json_fail(json, FT_ERR_STATE, "no value was written");
+    if (json->status == FT_OK) return FT_OK;
+    return ft_error(json->status, "%s: JSON: %s", json->name, json->message);
+}
+
+FT_API ft_status ft_io_json_create(FILE *file, const char *name, ft_io_json **out)
+{
+    if (file == NULL || name == NULL || out == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_json_create: file, name and out must not be NULL");
+    ft_io_json *json = (ft_io_json *)FT_MALLOC(sizeof *json);
+    char *copy = ft__io_copy(name);
+    *out = NULL;
+    if (json == NULL || copy == NULL) {
+        FT_FREE(json);
+        FT_FREE(copy);
+        return ft__io_oom(name, sizeof *json);
+    }
+    memset(json, 0, sizeof *json);
+    json->file = file;
+    json->name = copy;
+    *out = json;
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_json_open(const char *path, ft_io_json **out)
+{
+    if (path == NULL || out == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_json_open: path and out must not be NULL");
+    *out = NULL;
+    FILE *file = fopen(path, "w");
+    if (file == NULL)
+        return ft_error(FT_ERR_IO, "%s: cannot open for writing: %s", path, strerror(errno));
+    const ft_status status = ft_io_json_create(file, path, out);
+    if (status != FT_OK) fclose(file);
+    else (*out)->owns_file = 1;
+    return status;
+}
+
+FT_API ft_status ft_io_json_finish(ft_io_json *json)
+{
+    if (json == NULL) return FT_OK;
+    ft__io_json_put(json, "\n", 1);
+    ft__io_json_spill(json);
+    if (fflush(json->file) != 0)
+        ft__io_json_fail(json, FT_ERR_IO, "cannot write: %s", strerror(errno));
+    if (json->owns_file && fclose(json->file) != 0)
+        ft__io_json_fail(json, FT_ERR_IO, "cannot close: %s", strerror(errno));
+    const ft_status status = ft__io_json_status(json);
+    FT_FREE(json->text.bytes);
+    FT_FREE(json->name);
+    FT_FREE(json);
+    return status;
+}
+
+/* ------------------------------------------------------------------------------- >>header.impl */
+
+/* The header of a safetensors file is JSON of one shape:
+
+     { "__metadata__": {"key": "string", ...},
+       "tensor": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, ... }
+
+   so this parser knows that shape and nothing else. Its functions follow the grammar, each
+   consuming one construct at `at`; no construct contains itself, so depth is bounded by the code.
+   Numbers are integers that are not negative. Strings are decoded where they stand (an escape is
+   never shorter than what it means, and the closing quote leaves room for the terminator), so all
+   names are pointers into one copy of the header. */
+typedef struct ft__io_header {
+    const char *path;
+    char *text;
+    size_t n, at;
+    const char *tensor; /* being parsed, for messages; NULL outside */
+} ft__io_header;
+
+typedef struct ft__io_entry {
+    ft_io_tensor tensor;
+    uint64_t begin, end;  /* in the data */
+    int64_t ordinal;      /* in the header: makes the order total */
+} ft__io_entry;
+
+typedef struct ft__io_pair {
+    const char *key, *value;
+} ft__io_pair;
+
+struct ft_io_safetensors {
+    ft__io_map map;
+    char *text;
+    ft__io_entry *entries;      /* in the order of the data */
+    const ft_io_tensor **named; /* the same tensors by name */
+    ft__io_pair *pairs;         /* by key */
+    size_t n_entries, n_pairs, entry_capacity, pair_capacity;
+    int has_metadata;
+};
+
+#if defined(__GNUC__)
+__attribute__((format(printf, 3, 4)))
+#endif
+static ft_status ft__io_header_error(const ft__io_header *h, ft_status status, const char *format,
+                                     ...)
+{
+    char reason[256];
+    va_list list;
+    va_start(list, format);
+    vsnprintf(reason, sizeof reason, format, list);
+    va_end(list);
+    if (h->tensor == NULL)
+        return ft_error(status, "%s: safetensors header, byte %zu: %s", h->path, h->at, reason);
+    return ft_error(status, "%s: safetensors header, byte %zu, tensor \"%s\": %s", h->path, h->at,
+                    ft__io_show(h->tensor).text, reason);
+}
+
+static int ft__io_peek(ft__io_header *h)
+{
+    while (h->at < h->n && strchr(" \t\n\r", h->text[h->at]) != NULL && h->text[h->at] != 0)
+        h->at++;
+    return h->at < h->n ? (unsigned char)h->text[h->at] : -1;
+}
+
+static ft_status ft__io_unexpected(const ft__io_header *h, const char *wanted)
+{
+    if (h->at >= h->n)
+        return ft__io_header_error(h, FT_ERR_DATA, "expected %s, found the header's end", wanted);
+    const unsigned char c = (unsigned char)h->text[h->at];
+    if (c > 0x20 && c < 0x7f)
+        return ft__io_header_error(h, FT_ERR_DATA, "expected %s, found '%c'", wanted, c);
+    return ft__io_header_error(h, FT_ERR_DATA, "expected %s, found byte 0x%02x", wanted,
+                               (unsigned)c);
+}
+
+static ft_status ft__io_expect(ft__io_header *h, char c, const char *wanted)
+{
+    if (ft__io_peek(h) != (unsigned char)c) return ft__io_unexpected(h, wanted);
+    h->at++;
+    return FT_OK;
+}
+
+/* Between the elements of an object or array: *more = 1 if another follows. */
+static ft_status ft__io_next(ft__io_header *h, char close, int first, int *more)
+{
+    const int c = ft__io_peek(h);
+    *more = 1;
+    if (c == (unsigned char)close) {
+        h->at++;
+        *more = 0;
+    } else if (!first) {
+        if (c != ',') return ft__io_unexpected(h, close == '}' ? "',' or '}'" : "',' or ']'");
+        h->at++;
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_parse_hex4(ft__io_header *h, uint32_t *value)
+{
+    *value = 0;
+    for (int i = 0; i < 4; i++, h->at++) {
+        static const char digits[] = "0123456789abcdef";
+        const char c = h->at < h->n ? h->text[h->at] : 0;
+        const char *digit = strchr(digits, c >= 'A' && c <= 'F' ? c + ('a' - 'A') : c);
+        if (c == 0 || digit == NULL)
+            return ft__io_unexpected(h, "four hexadecimal digits after \\u");
+        *value = *value << 4 | (uint32_t)(digit - digits);
+    }
+    return FT_OK;
+}
+
+/* After "\u": one code point, from two escapes where the first is a high surrogate, as UTF-8. */
+static ft_status ft__io_parse_unicode(ft__io_header *h, char **write)
+{
+    uint32_t code, low;
+    FT_TRY(ft__io_parse_hex4(h, &code));
+    if (code == 0)
+        return ft__io_header_error(h, FT_ERR_DATA,
+                                   "\\u0000 in a string: names and metadata are C strings");
+    if (code >= 0xd800 && code <= 0xdfff) {
+        int paired = code <= 0xdbff && h->n - h->at >= 2 && memcmp(h->text + h->at, "\\u", 2) == 0;
+        if (paired) {
+            h->at += 2;
+            FT_TRY(ft__io_parse_hex4(h, &low));
+            paired = low >= 0xdc00 && low <= 0xdfff;
+            code = 0x10000 + ((code - 0xd800) << 10) + ((low - 0xdc00) & 0x3ff);
+        }
+        if (!paired)
+            return ft__io_header_error(h, FT_ERR_DATA, "half of a surrogate pair in a string");
+    }
+    char *w = *write;
+    if (code < 0x80) {
+        *w++ = (char)code;
+    } else if (code < 0x800) {
+        *w++ = (char)(0xc0 | code >> 6);
+        *w++ = (char)(0x80 | (code & 63));
+    } else {
+        if (code < 0x10000) {
+            *w++ = (char)(0xe0 | code >> 12);
+        } else {
+            *w++ = (char)(0xf0 | code >> 18);
+            *w++ = (char)(0x80 | (code >> 12 & 63));
+        }
+        *w++ = (char)(0x80 | (code >> 6 & 63));
+        *w++ = (char)(0x80 | (code & 63));
+    }
+    *write = w;
+    return FT_OK;
+}
+
+/* After a backslash. */
+static ft_status ft__io_parse_escape(ft__io_header *h, char **write)
+{
+    static const char names[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
+    const char c = h->at < h->n ? h->text[h->at] : 0;
+    const char *name = strchr(names, c);
+    if (c == 'u') {
+        h->at++;
+        return ft__io_parse_unicode(h, write);
+    }
+    if (c == 0 || name == NULL) return ft__io_unexpected(h, "an escape of JSON after '\\'");
+    *(*write)++ = meanings[name - names];
+    h->at++;
+    return FT_OK;
+}
+
+static ft_status ft__io_parse_string(ft__io_header *h, char **string, const char *wanted)
+{
+    FT_TRY(ft__io_expect(h, '"', wanted));
+    char *write = h->text + h->at;
+    *string = write;
+    for (;;) {
+        if (h->at >= h->n) return ft__io_unexpected(h, "'\"' at the end of a string");
+        const unsigned char c = (unsigned char)h->text[h->at];
+        if (c == '"') break;
+        if (c == '\\') {
+            h->at++;
+            FT_TRY(ft__io_parse_escape(h, &write));
+            continue;
+        }
+        const size_t length = ft__io_utf8(h->text + h->at, h->n - h->at);
+        if (c < 0x20)
+            return ft__io_header_error(h, FT_ERR_DATA, "control character 0x%02x in a string",
+                                       (unsigned)c);
+        if (length == 0)
+            return ft__io_header_error(h, FT_ERR_DATA, "byte 0x%02x in a string is not UTF-8",
+                                       (unsigned)c);
+        memmove(write, h->text + h->at, length);
+        write += length;
+        h->at += length;
+    }
+    h->at++;
+    *write = 0;
+    return FT_OK;
+}
+
+static ft_status ft__io_parse_integer(ft__io_header *h, const char *wanted, int64_t *value)
+{
+    int c = ft__io_peek(h);
+    if (c == '-')
+        return ft__io_header_error(h, FT_ERR_DATA, "a negative number where %s belongs", wanted);
+    if (c < '0' || c > '9') return ft__io_unexpected(h, wanted);
+    const int zero = c == '0';
+    *value = 0;
+    for (int digits = 0; c >= '0' && c <= '9'; digits++) {
+        if (zero && digits > 0)
+            return ft__io_header_error(h, FT_ERR_DATA, "a number with a leading zero");
+        if (*value > (INT64_MAX - (c - '0')) / 10)
+            return ft__io_header_error(h, FT_ERR_DATA, "a number above 2^63 - 1");
+        *value = *value * 10 + (c - '0');
+        h->at++;
+        c = h->at < h->n ? (unsigned char)h->text[h->at] : -1;
+    }
+    if (c == '.' || c == 'e' || c == 'E')
+        return ft__io_header_error(h, FT_ERR_DATA, "a fraction where %s belongs", wanted);
+    return FT_OK;
+}
+
+static ft_status ft__io_parse_shape(ft__io_header *h, ft_io_tensor *tensor)
+{
+    int more;
+    FT_TRY(ft__io_expect(h, '[', "'[' of the shape"));
+    for (tensor->ndim = 0;; tensor->ndim++) {
+        int64_t dimension;
+        FT_TRY(ft__io_next(h, ']', tensor->ndim == 0, &more));
+        if (!more) return FT_OK;
+        FT_TRY(ft__io_parse_integer(h, "a dimension", &dimension));
+        if (tensor->ndim == FT_IO_MAX_DIMS)
+            return ft__io_header_error(h, FT_ERR_UNSUPPORTED, "more than %d dimensions",
+                                       (int)FT_IO_MAX_DIMS);
+        tensor->shape[tensor->ndim] = dimension;
+    }
+}
+
+static ft_status ft__io_parse_offsets(ft__io_header *h, ft__io_entry *entry)
+{
+    int64_t begin, end;
+    FT_TRY(ft__io_expect(h, '[', "'[' of data_offsets"));
+    FT_TRY(ft__io_parse_integer(h, "the first of two offsets", &begin));
+    FT_TRY(ft__io_expect(h, ',', "',' between two offsets"));
+    FT_TRY(ft__io_parse_integer(h, "the second of two offsets", &end));
+    FT_TRY(ft__io_expect(h, ']', "']' after two offsets"));
+    entry->begin = (uint64_t)begin;
+    entry->end = (uint64_t)end;
+    return FT_OK;
+}
+
+static ft_status ft__io_parse_dtype(ft__io_header *h, ft_io_tensor *tensor)
+{
+    char *name;
+    FT_TRY(ft__io_parse_string(h, &name, "a string as dtype"));
+    tensor->dtype = ft__io_dtype_named(name);
+    if (tensor->dtype == FT_IO_DTYPE_COUNT)
+        return ft__io_header_error(h, FT_ERR_UNSUPPORTED, "unknown dtype \"%s\"",
+                                   ft__io_show(name).text);
+    return FT_OK;
+}
+
+static ft_status ft__io_parse_tensor(ft__io_header *h, ft__io_entry *entry)
+{
+    static const char *const keys[3] = {"dtype", "shape", "data_offsets"};
+    int seen[3] = {0, 0, 0}, more;
+    FT_TRY(ft__io_expect(h, '{', "'{' of the tensor's description"));
+    for (int first = 1;; first = 0) {
+        char *key;
+        int k = 0;
+        FT_TRY(ft__io_next(h, '}', first, &more));
+        if (!more) break;
+        FT_TRY(ft__io_parse_string(h, &key, "a key"));
+        while (k < 3 && strcmp(key, keys[k]) != 0) k++;
+        if (k == 3)
+            return ft__io_header_error(h, FT_ERR_DATA, "unknown key \"%s\"", ft__io_show(key).text);
+        if (seen[k]++) return ft__io_header_error(h, FT_ERR_DATA, "key \"%s\" twice", keys[k]);
+        FT_TRY(ft__io_expect(h, ':', "':' after a key"));
+        if (k == 0) FT_TRY(ft__io_parse_dtype(h, &entry->tensor));
+        if (k == 1) FT_TRY(ft__io_parse_shape(h, &entry->tensor));
+        if (k == 2) FT_TRY(ft__io_parse_offsets(h, entry));
+    }
+    for (int k = 0; k < 3; k++)
+        if (!seen[k]) return ft__io_header_error(h, FT_ERR_DATA, "key \"%s\" is missing", keys[k]);
+    return FT_OK;
+}
+
+static ft_status ft__io_parse_metadata(ft__io_header *h, ft_io_safetensors *file)
+{
+    int more;
+    if (file->has_metadata) return ft__io_header_error(h, FT_ERR_DATA, "__metadata__ twice");
+    file->has_metadata = 1;
+    FT_TRY(ft__io_expect(h, '{', "'{' of __metadata__"));
+    for (int first = 1;; first = 0) {
+        char *key, *value;
+        FT_TRY(ft__io_next(h, '}', first, &more));
+        if (!more) return FT_OK;
+        FT_TRY(ft__io_parse_string(h, &key, "a key"));
+        FT_TRY(ft__io_expect(h, ':', "':' after a key"));
+        FT_TRY(ft__io_parse_string(h, &value, "a string as value in __metadata__"));
+        void *grown =
+            ft__io_grow(file->pairs, file->n_pairs, &file->pair_capacity, sizeof *file->pairs);
+        if (grown == NULL) return ft__io_oom(h->path, file->n_pairs * 2 * sizeof *file->pairs);
+        file->pairs = (ft__io_pair *)grown;
+        file->pairs[file->n_pairs].key = key;
+        file->pairs[file->n_pairs++].value = value;
+    }
+}
+
+static ft_status ft__io_parse_header(ft__io_header *h, ft_io_safetensors *file)
+{
+    int more;
+    if (h->n == 0 || h->text[0] != '{')
+        return ft__io_unexpected(h, "'{' as its first byte: the header is a JSON object");
+    h->at = 1;
+    for (int first = 1;; first = 0) {
+        char *name;
+        FT_TRY(ft__io_next(h, '}', first, &more));
+        if (!more) break;
+        FT_TRY(ft__io_parse_string(h, &name, "a tensor's name"));
+        FT_TRY(ft__io_expect(h, ':', "':' after a name"));
+        if (strcmp(name, "__metadata__") == 0) {
+            FT_TRY(ft__io_parse_metadata(h, file));
+            continue;
+        }
+        void *grown = ft__io_grow(file->entries, file->n_entries, &file->entry_capacity,
+                                  sizeof *file->entries);
+        if (grown == NULL) return ft__io_oom(h->path, file->n_entries * 2 * sizeof *file->entries);
+        file->entries = (ft__io_entry *)grown;
+        ft__io_entry *entry = &file->entries[file->n_entries];
+        memset(entry, 0, sizeof *entry);
+        entry->tensor.name = name;
+        entry->ordinal = (int64_t)file->n_entries++;
+        h->tensor = name;
+        FT_TRY(ft__io_parse_tensor(h, entry));
+        h->tensor = NULL;
+    }
+    if (ft__io_peek(h) >= 0) return ft__io_unexpected(h, "nothing but blanks after the object");
+    return FT_OK;
+}
+
+/* -------------------------------------------------------------------------- >>safetensors.impl */
+
+#define FT__IO_MAX_HEADER 100000000u /* as the format's reference implementation limits it */
+
+static int ft__io_by_offset(const void *a, const void *b)
+{
+    const ft__io_entry *x = (const ft__io_entry *)a, *y = (const ft__io_entry *)b;
+    if (x->begin != y->begin) return x->begin < y->begin ? -1 : 1;
+    if (x->end != y->end) return x->end < y->end ? -1 : 1;
+    return x->ordinal < y->ordinal ? -1 : x->ordinal > y->ordinal;
+}
+
+static int ft__io_by_name(const void *a, const void *b)
+{
+    return strcmp((*(const ft_io_tensor *const *)a)->name, (*(const ft_io_tensor *const *)b)->name);
+}
+
+static int ft__io_by_key(const void *a, const void *b)
+{
+    return strcmp(((const ft__io_pair *)a)->key, ((const ft__io_pair *)b)->key);
+}
+
+/* One tensor against its own numbers and the bytes that the file has for data. */
+static ft_status ft__io_check_entry(const char *path, ft__io_entry *entry, uint64_t data_bytes)
+{
+    ft_io_tensor *t = &entry->tensor;
+    const unsigned long long begin = entry->begin, end = entry->end;
+    const char *wrong = ft__io_extent(t->dtype, t->ndim, t->shape, &t->elems, &t->bytes);
+    if (wrong != NULL)
+        return ft_error(FT_ERR_DATA, "%s: safetensors tensor \"%s\": bad shape: %s", path,
+                        ft__io_show(t->name).text, wrong);
+    if (begin > end)
+        return ft_error(FT_ERR_DATA,
+                        "%s: safetensors tensor \"%s\": data_offsets [%llu, %llu] run backwards",
+                        path, ft__io_show(t->name).text, begin, end);
+    if (end > data_bytes)
+        return ft_error(FT_ERR_DATA,
+                        "%s: safetensors tensor \"%s\": data_offsets [%llu, %llu] lie outside the "
+                        "file, which has %llu bytes of data (is it cut short?)",
+                        path, ft__io_show(t->name).text, begin, end,
+                        (unsigned long long)data_bytes);
+    if (end - begin != t->bytes)
+        return ft_error(FT_ERR_DATA,
+                        "%s: safetensors tensor \"%s\": data_offsets [%llu, %llu] give %llu bytes, "
+                        "but its shape of %lld elements in %s needs %zu",
+                        path, ft__io_show(t->name).text, begin, end, end - begin,
+                        (long long)t->elems, ft_io_dtype_name(t->dtype), t->bytes);
+    return FT_OK;
+}
+
+/* All tensors together: sorted, they tile the data without overlap or gap. Sets their pointers. */
+static ft_status ft__io_check_layout(const char *path, ft_io_safetensors *file, uint64_t data_start)
+{
+    const uint64_t data_bytes = file->map.bytes - data_start;
+    uint64_t at = 0;
+    if (file->n_entries > 1)
+        qsort(file->entries, file->n_entries, sizeof *file->entries, ft__io_by_offset);
+    for (size_t i = 0; i < file->n_entries; i++) {
+        ft__io_entry *entry = &file->entries[i];
+        const char *before = i > 0 ? entry[-1].tensor.name : "";
+        if (entry->begin < at)
+            return ft_error(FT_ERR_DATA,
+                            "%s: safetensors tensor \"%s\" begins at data byte %llu and overlaps "
+                            "\"%s\", which ends at %llu",
+                            path, ft__io_show(entry->tensor.name).text,
+                            (unsigned long long)entry->begin, ft__io_show(before).text,
+                            (unsigned long long)at);
+        if (entry->begin > at)
+            return ft_error(FT_ERR_DATA,
+                            "%s: safetensors data has a hole of %llu bytes before tensor \"%s\" at "
+                            "%llu",
+                            path, (unsigned long long)(entry->begin - at),
+                            ft__io_show(entry->tensor.name).text, (unsigned long long)entry->begin);
+        at = entry->end;
+        entry->tensor.data = (const char *)file->map.base + data_start + entry->begin;
+    }
+    if (at != data_bytes)
+        return ft_error(FT_ERR_DATA,
+                        "%s: safetensors data has %llu bytes beyond the last tensor's end at %llu",
+                        path, (unsigned long long)(data_bytes - at), (unsigned long long)at);
+    return FT_OK;
+}
+
+/* Sorts names and keys for the searches, which also shows those that come twice. */
+static ft_status ft__io_index(const char *path, ft_io_safetensors *file)
+{
+    const size_t n = file->n_entries, bytes = (n + 1) * sizeof *file->named;
+    file->named = (const ft_io_tensor **)FT_MALLOC(bytes);
+    if (file->named == NULL) return ft__io_oom(path, bytes);
+    for (size_t i = 0; i < n; i++) file->named[i] = &file->entries[i].tensor;
+    if (n > 1) qsort((void *)file->named, n, sizeof *file->named, ft__io_by_name);
+    for (size_t i = 1; i < n; i++)
+        if (strcmp(file->named[i - 1]->name, file->named[i]->name) == 0)
+            return ft_error(FT_ERR_DATA, "%s: safetensors header names tensor \"%s\" twice", path,
+                            ft__io_show(file->named[i]->name).text);
+    if (file->n_pairs > 1) qsort(file->pairs, file->n_pairs, sizeof *file->pairs, ft__io_by_key);
+    for (size_t i = 1; i < file->n_pairs; i++)
+        if (strcmp(file->pairs[i - 1].key, file->pairs[i].key) == 0)
+            return ft_error(FT_ERR_DATA, "%s: safetensors __metadata__ has key \"%s\" twice", path,
+                            ft__io_show(file->pairs[i].key).text);
+    return FT_OK;
+}
+
+static ft_status ft__io_safetensors_load(const char *path, ft_io_safetensors *file)
+{
+    FT_TRY(ft__io_map_open(path, &file->map));
+    const size_t n = file->map.bytes;
+    if (n == 0) return ft_error(FT_ERR_DATA, "%s: safetensors file is empty", path);
+    if (n < 8)
+        return ft_error(FT_ERR_DATA,
+                        "%s: safetensors file of %zu bytes is shorter than the 8 bytes of its "
+                        "header length",
+                        path, n);
+    const uint64_t header = ft__io_load((const unsigned char *)file->map.base, 8);
+    if (header > FT__IO_MAX_HEADER)
+        return ft_error(FT_ERR_DATA,
+                        "%s: safetensors header length %llu is above the limit of %u bytes", path,
+                        (unsigned long long)header, FT__IO_MAX_HEADER);
+    if (header > n - 8)
+        return ft_error(FT_ERR_DATA,
+                        "%s: safetensors header length %llu runs past the end of the file, which "
+                        "has %zu bytes after it",
+                        path, (unsigned long long)header, n - 8);
+    file->text = (char *)FT_MALLOC((size_t)header + 1);
+    if (file->text == NULL) return ft__io_oom(path, (size_t)header + 1);
+    memcpy(file->text, (const char *)file->map.base + 8, (size_t)header);
+    ft__io_header h;
+    memset(&h, 0, sizeof h);
+    h.path = path;
+    h.text = file->text;
+    h.n = (size_t)header;
+    FT_TRY(ft__io_parse_header(&h, file));
+    for (size_t i = 0; i < file->n_entries; i++)
+        FT_TRY(ft__io_check_entry(path, &file->entries[i], n - 8 - header));
+    FT_TRY(ft__io_check_layout(path, file, 8 + header));
+    return ft__io_index(path, file);
+}
+
+FT_API ft_status ft_io_safetensors_open(const char *path, ft_io_safetensors **out)
+{
+    if (path == NULL || out == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_safetensors_open: path and out must not be NULL");
+    *out = NULL;
+    ft_io_safetensors *file = (ft_io_safetensors *)FT_MALLOC(sizeof *file);
+    if (file == NULL) return ft__io_oom(path, sizeof *file);
+    memset(file, 0, sizeof *file);
+    const ft_status status = ft__io_safetensors_load(path, file);
+    if (status == FT_OK) *out = file;
+    else ft_io_safetensors_close(file);
+    return status;
+}
+
+FT_API void ft_io_safetensors_close(ft_io_safetensors *file)
+{
+    if (file == NULL) return;
+    ft__io_map_close(&file->map);
+    FT_FREE(file->text);
+    FT_FREE(file->entries);
+    FT_FREE((void *)file->named);
+    FT_FREE(file->pairs);
+    FT_FREE(file);
+}
+
+FT_API int64_t ft_io_safetensors_count(const ft_io_safetensors *file)
+{
+    return file == NULL ? 0 : (int64_t)file->n_entries;
+}
+
+FT_API const ft_io_tensor *ft_io_safetensors_at(const ft_io_safetensors *file, int64_t index)
+{
+    if (index < 0 || index >= ft_io_safetensors_count(file)) return NULL;
+    return &file->entries[index].tensor;
+}
+
+FT_API const ft_io_tensor *ft_io_safetensors_find(const ft_io_safetensors *file, const char *name)
+{
+    size_t low = 0, high = (size_t)ft_io_safetensors_count(file);
+    if (name == NULL) return NULL;
+    while (low < high) { /* the name, if there, is in low..high-1 */
+        const size_t middle = low + (high - low) / 2;
+        const int order = strcmp(name, file->named[middle]->name);
+        if (order == 0) return file->named[middle];
+        if (order < 0) high = middle;
+        else low = middle + 1;
+    }
+    return NULL;
+}
+
+FT_API int64_t ft_io_safetensors_metadata_count(const ft_io_safetensors *file)
+{
+    return file == NULL ? 0 : (int64_t)file->n_pairs;
+}
+
+FT_API const char *ft_io_safetensors_metadata_at(const ft_io_safetensors *file, int64_t index,
+                                                 const char **value)
+{
+    if (index < 0 || index >= ft_io_safetensors_metadata_count(file)) return NULL;
+    if (value != NULL) *value = file->pairs[index].value;
+    return file->pairs[index].key;
+}
+
+FT_API const char *ft_io_safetensors_metadata(const ft_io_safetensors *file, const char *key)
+{
+    const int64_t n = ft_io_safetensors_metadata_count(file);
+    if (key == NULL) return NULL;
+    for (int64_t i = 0; i < n; i++)
+        if (strcmp(file->pairs[i].key, key) == 0) return file->pairs[i].value;
+    return NULL;
+}
+
+/* ------------------------------------------------------------------------------- >>writer.impl */
+
+typedef struct ft__io_item {
+    char *name;
+    ft_io_dtype dtype;
+    int ndim;
+    int64_t shape[FT_IO_MAX_DIMS];
+    size_t bytes;
+    const void *data;    /* or, if NULL and fill is not: */
+    ft_io_fill_fn fill;
+    void *user;
+} ft__io_item;
+
+struct ft_io_safetensors_writer {
+    char *path;
+    ft__io_item *items;
+    size_t n_items, item_capacity;
+    char **strings;      /* key, value, key, value, ... */
+    size_t n_strings, string_capacity;
+    uint64_t data_bytes;
+};
+
+#define FT__IO_PIECE ((size_t)1 << 20)
+
+FT_API ft_status ft_io_safetensors_create(const char *path, ft_io_safetensors_writer **out)
+{
+    if (path == NULL || path[0] == 0 || out == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_safetensors_create: path must be a file's name and out "
+                                    "not NULL");
+    ft_io_safetensors_writer *writer = (ft_io_safetensors_writer *)FT_MALLOC(sizeof *writer);
+    char *copy = ft__io_copy(path);
+    *out = NULL;
+    if (writer == NULL || copy == NULL) {
+        FT_FREE(writer);
+        FT_FREE(copy);
+        return ft__io_oom(path, sizeof *writer);
+    }
+    memset(writer, 0, sizeof *writer);
+    writer->path = copy;
+    *out = writer;
+    return FT_OK;
+}
+
+FT_API void ft_io_safetensors_abandon(ft_io_safetensors_writer *writer)
+{
+    if (writer == NULL) return;
+    for (size_t i = 0; i < writer->n_items; i++) FT_FREE(writer->items[i].name);
+    for (size_t i = 0; i < writer->n_strings; i++) FT_FREE(writer->strings[i]);
+    FT_FREE(writer->items);
+    FT_FREE((void *)writer->strings);
+    FT_FREE(writer->path);
+    FT_FREE(writer);
+}
+
+static ft_status ft__io_check_item(const ft_io_safetensors_writer *writer, const char *name,
+                                   ft_io_dtype dtype, int ndim, const int64_t *shape)
+{
+    if (writer == NULL || name == NULL || (shape == NULL && ndim != 0))
+        return ft_error(FT_ERR_ARG, "ft_io_safetensors_add: writer, name and shape must not be "
+                                    "NULL");
+    const char *path = writer->path;
+    if (!ft__io_utf8_valid(name) || strcmp(name, "__metadata__") == 0)
+        return ft_error(FT_ERR_ARG, "%s: tensor name \"%s\" %s", path, ft__io_show(name).text,
+                        name[0] == '_' ? "is reserved by the format" : "is not UTF-8");
+    if (!ft__io_dtype_valid(dtype))
+        return ft_error(FT_ERR_ARG, "%s: tensor \"%s\": dtype %d is none of ft_io_dtype", path,
+                        ft__io_show(name).text, (int)dtype);
+    if (ndim < 0 || ndim > FT_IO_MAX_DIMS)
+        return ft_error(FT_ERR_SHAPE, "%s: tensor \"%s\": %d dimensions; 0 to %d are possible",
+                        path, ft__io_show(name).text, ndim, (int)FT_IO_MAX_DIMS);
+    for (int i = 0; i < ndim; i++)
+        if (shape[i] < 0)
+            return ft_error(FT_ERR_SHAPE, "%s: tensor \"%s\": dimension %d is %lld", path,
+                            ft__io_show(name).text, i, (long long)shape[i]);
+    return FT_OK;
+}
+
+static ft_status ft__io_add(ft_io_safetensors_writer *writer, const char *name, ft_io_dtype dtype,
+                            int ndim, const int64_t *shape, const void *data, ft_io_fill_fn fill,
+                            void *user)
+{
+    ft__io_item item;
+    int64_t elems;
+    FT_TRY(ft__io_check_item(writer, name, dtype, ndim, shape));
+    memset(&item, 0, sizeof item);
+    const char *wrong = ft__io_extent(dtype, ndim, shape, &elems, &item.bytes);
+    if (wrong == NULL && item.bytes > (uint64_t)INT64_MAX - writer->data_bytes)
+        wrong = "the file would exceed 2^63 bytes";
+    if (wrong != NULL)
+        return ft_error(FT_ERR_SHAPE, "%s: tensor \"%s\": %s", writer->path, ft__io_show(name).text,
+                        wrong);
+    if (data == NULL && fill == NULL && item.bytes > 0)
+        return ft_error(FT_ERR_ARG, "%s: tensor \"%s\": no data for its %zu bytes", writer->path,
+                        ft__io_show(name).text, item.bytes);
+    void *grown = ft__io_grow(writer->items, writer->n_items, &writer->item_capacity, sizeof item);
+    if (grown == NULL) return ft__io_oom(writer->path, writer->n_items * 2 * sizeof item);
+    writer->items = (ft__io_item *)grown;
+    item.name = ft__io_copy(name);
+    if (item.name == NULL) return ft__io_oom(writer->path, strlen(name) + 1);
+    item.dtype = dtype;
+    item.ndim = ndim;
+    if (ndim > 0) memcpy(item.shape, shape, (size_t)ndim * sizeof *shape);
+    item.data = data;
+    item.fill = fill;
+    item.user = user;
+    writer->data_bytes += item.bytes;
+    writer->items[writer->n_items++] = item;
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_safetensors_add(ft_io_safetensors_writer *writer, const char *name,
+                                       ft_io_dtype dtype, int ndim, const int64_t *shape,
+                                       const void *data)
+{
+    return ft__io_add(writer, name, dtype, ndim, shape, data, NULL, NULL);
+}
+
+FT_API ft_status ft_io_safetensors_add_fill(ft_io_safetensors_writer *writer, const char *name,
+                                            ft_io_dtype dtype, int ndim, const int64_t *shape,
+                                            ft_io_fill_fn fill, void *user)
+{
+    if (fill == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_safetensors_add_fill: fill must not be NULL");
+    return ft__io_add(writer, name, dtype, ndim, shape, NULL, fill, user);
+}
+
+FT_API ft_status ft_io_safetensors_set_metadata(ft_io_safetensors_writer *writer, const char *key,
+                                                const char *value)
+{
+    if (writer == NULL || key == NULL || value == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_safetensors_set_metadata: no argument may be NULL");
+    if (!ft__io_utf8_valid(key) || !ft__io_utf8_valid(value))
+        return ft_error(FT_ERR_ARG, "%s: metadata \"%s\": key or value is not UTF-8", writer->path,
+                        ft__io_show(key).text);
+    /* Room for two: the capacity is even, so there is none or enough. */
+    void *grown = ft__io_grow((void *)writer->strings, writer->n_strings, &writer->string_capacity,
+                              sizeof *writer->strings);
+    if (grown == NULL)
+        return ft__io_oom(writer->path, writer->n_strings * 2 * sizeof *writer->strings);
+    writer->strings = (char **)grown;
+    char *key_copy = ft__io_copy(key), *value_copy = ft__io_copy(value);
+    if (key_copy == NULL || value_copy == NULL) {
+        FT_FREE(key_copy);
+        FT_FREE(value_copy);
+        return ft__io_oom(writer->path, strlen(key) + strlen(value) + 2);
+    }
+    writer->strings[writer->n_strings++] = key_copy;
+    writer->strings[writer->n_strings++] = value_copy;
+    return FT_OK;
+}
+
+static int ft__io_by_string(const void *a, const void *b)
+{
+    return strcmp(*(const char *const *)a, *(const char *const *)b);
+}
+
+/* The n strings at `first`, `stride` bytes apart, must differ. Sorting keeps this below n^2. */
+static ft_status ft__io_check_distinct(const char *path, const char *what, const void *first,
+                                       size_t n, size_t stride)
+{
+    ft_status status = FT_OK;
+    const char **sorted = (const char **)FT_MALLOC((n + 1) * sizeof *sorted);
+    if (sorted == NULL) return ft__io_oom(path, (n + 1) * sizeof *sorted);
+    for (size_t i = 0; i < n; i++)
+        sorted[i] = *(char *const *)(const void *)((const char *)first + i * stride);
+    if (n > 1) qsort((void *)sorted, n, sizeof *sorted, ft__io_by_string);
+    for (size_t i = 1; i < n && status == FT_OK; i++)
+        if (strcmp(sorted[i - 1], sorted[i]) == 0)
+            status = ft_error(FT_ERR_ARG, "%s: %s \"%s\" was added twice", path, what,
+                              ft__io_show(sorted[i]).text);
+    FT_FREE((void *)sorted);
+    return status;
+}
+
+static void ft__io_emit_header(const ft_io_safetensors_writer *writer, ft_io_json *json)
+{
+    uint64_t at = 0;
+    ft_io_json_begin_object(json);
+    if (writer->n_strings > 0) {
+        ft_io_json_key(json, "__metadata__");
+        ft_io_json_begin_object(json);
+        for (size_t i = 0; i < writer->n_strings; i += 2) {
+            ft_io_json_key(json, writer->strings[i]);
+            ft_io_json_string(json, writer->strings[i + 1]);
+        }
+        ft_io_json_end_object(json);
+    }
+    for (size_t i = 0; i < writer->n_items; i++) {
+        const ft__io_item *item = &writer->items[i];
+        ft_io_json_key(json, item->name);
+        ft_io_json_begin_object(json);
+        ft_io_json_key(json, "dtype");
+        ft_io_json_string(json, ft_io_dtype_name(item->dtype));
+        ft_io_json_key(json, "shape");
+        ft_io_json_begin_array(json);
+        for (int k = 0; k < item->ndim; k++) ft_io_json_int(json, item->shape[k]);
+        ft_io_json_end_array(json);
+        ft_io_json_key(json, "data_offsets");
+        ft_io_json_begin_array(json);
+        ft_io_json_int(json, (int64_t)at);
+        ft_io_json_int(json, (int64_t)(at += item->bytes));
+        ft_io_json_end_array(json);
+        ft_io_json_end_object(json);
+    }
+    ft_io_json_end_object(json);
+}
+
+static ft_status ft__io_write_error(const ft_io_safetensors_writer *writer, int error)
+{
+    return ft_error(FT_ERR_IO, "%s: cannot write its temporary file: %s", writer->path,
+                    strerror(error));
+}
+
+static ft_status ft__io_write_header(const ft_io_safetensors_writer *writer, int fd)
+{
+    ft_io_json json;
+    unsigned char length[8];
+    memset(&json, 0, sizeof json);
+    json.name = writer->path;
+    ft__io_emit_header(writer, &json);
+    while (json.status == FT_OK && json.text.n % 8 != 0) ft__io_json_put(&json, " ", 1);
+    ft_status status = ft__io_json_status(&json);
+    if (status == FT_OK && json.text.n > FT__IO_MAX_HEADER)
+        status = ft_error(FT_ERR_UNSUPPORTED,
+                          "%s: the header of %zu bytes is above the format's limit of %u bytes; "
+                          "split the tensors over several files",
+                          writer->path, json.text.n, FT__IO_MAX_HEADER);
+    if (status == FT_OK) {
+        for (int i = 0; i < 8; i++) length[i] = (unsigned char)((uint64_t)json.text.n >> 8 * i);
+        int error = ft__io_write(fd, length, 8, NULL);
+        if (error == 0) error = ft__io_write(fd, json.text.bytes, json.text.n, NULL);
+        if (error != 0) status = ft__io_write_error(writer, error);
+    }
+    FT_FREE(json.text.bytes);
+    return status;
+}
+
+static ft_status ft__io_write_filled(const ft_io_safetensors_writer *writer,
+                                     const ft__io_item *item, int fd, void *piece)
+{
+    for (size_t at = 0, n; at < item->bytes; at += n) {
+        n = item->bytes - at < FT__IO_PIECE ? item->bytes - at : FT__IO_PIECE;
+        FT_TRY(item->fill(item->user, item->name, at, n, piece));
+        const int error = ft__io_write(fd, piece, n, NULL);
+        if (error != 0) return ft__io_write_error(writer, error);
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_write_data(const ft_io_safetensors_writer *writer, int fd)
+{
+    ft_status status = FT_OK;
+    void *piece = FT_MALLOC(FT__IO_PIECE);
+    if (piece == NULL) return ft__io_oom(writer->path, FT__IO_PIECE);
+    for (size_t i = 0; i < writer->n_items && status == FT_OK; i++) {
+        const ft__io_item *item = &writer->items[i];
+        if (item->fill != NULL) {
+            status = ft__io_write_filled(writer, item, fd, piece);
+        } else if (item->bytes > 0) {
+            const int error = ft__io_write(fd, item->data, item->bytes, NULL);
+            if (error != 0) status = ft__io_write_error(writer, error);
+        }
+    }
+    FT_FREE(piece);
+    return status;
+}
+
+/* Creates PATH.tmp-PID-N, with the first N that is free: a file left by a killed process is not in
+   the way, whatever its number. */
+static ft_status ft__io_open_temporary(const char *path, char **temporary, int *fd)
+{
+    const size_t room = strlen(path) + 48;
+    char *name = (char *)FT_MALLOC(room);
+    if (name == NULL) return ft__io_oom(path, room);
+    *fd = -1;
+    errno = EEXIST;
+    for (int i = 0; *fd < 0 && errno == EEXIST && i < 10000; i++) {
+        snprintf(name, room, "%s.tmp-%ld-%d", path, (long)getpid(), i);
+        *fd = ft__io_open_fd(name, O_WRONLY | O_CREAT | O_EXCL);
+    }
+    if (*fd < 0) {
+        const ft_status status = ft_error(
+            FT_ERR_IO, "%s: cannot create a temporary file beside it: %s", path, strerror(errno));
+        FT_FREE(name);
+        return status;
+    }
+    *temporary = name;
+    return FT_OK;
+}
+
+/* Makes a rename in path's directory last through a power failure. A directory that may not be
+   read, or a file system that does not sync directories, leaves that to the system. */
+static ft_status ft__io_sync_directory(const char *path)
+{
+    char *directory = ft__io_copy(path);
+    if (directory == NULL) return ft__io_oom(path, strlen(path) + 1);
+    char *slash = strrchr(directory, '/');
+    if (slash != NULL) slash[slash == directory ? 1 : 0] = 0;
+    const int fd = ft__io_open_fd(slash != NULL ? directory : ".", O_RDONLY);
+    int error = 0;
+    if (fd >= 0) {
+        if (fsync(fd) != 0 && errno != EINVAL) error = errno;
+        close(fd);
+    }
+    FT_FREE(directory);
+    if (error == 0) return FT_OK;
+    return ft_error(FT_ERR_IO, "%s: written, but its directory cannot be synced: %s", path,
+                    strerror(error));
+}
+
+/* rename() would put a file in the place of a device or fail late on a directory. */
+static ft_status ft__io_check_target(const char *path)
+{
+    struct stat info;
+    if (stat(path, &info) != 0) return FT_OK; /* new; other reasons show at creation */
+    if (S_ISDIR(info.st_mode)) return ft_error(FT_ERR_IO, "%s: is a directory, not a file", path);
+    if (!S_ISREG(info.st_mode))
+        return ft_error(FT_ERR_IO, "%s: not a regular file; it would be replaced", path);
+    return FT_OK;
+}
+
+static ft_status ft__io_commit(const ft_io_safetensors_writer *writer)
+{
+    char *temporary = NULL;
+    int fd = -1;
+    FT_TRY(ft__io_check_distinct(writer->path, "tensor",
+                                 writer->n_items > 0 ? &writer->items[0].name : NULL,
+                                 writer->n_items, sizeof *writer->items));
+    FT_TRY(ft__io_check_distinct(writer->path, "metadata key", (const void *)writer->strings,
+                                 writer->n_strings / 2, 2 * sizeof *writer->strings));
+    FT_TRY(ft__io_check_target(writer->path));
+    FT_TRY(ft__io_open_temporary(writer->path, &temporary, &fd));
+    ft_status status = ft__io_write_header(writer, fd);
+    if (status == FT_OK) status = ft__io_write_data(writer, fd);
+    if (status == FT_OK && fsync(fd) != 0) status = ft__io_write_error(writer, errno);
+    if (close(fd) != 0 && status == FT_OK) status = ft__io_write_error(writer, errno);
+    if (status == FT_OK && rename(temporary, writer->path) != 0)
+        status = ft_error(FT_ERR_IO, "%s: cannot rename its temporary file: %s", writer->path,
+                          strerror(errno));
+    if (status != FT_OK) unlink(temporary);
+    else status = ft__io_sync_directory(writer->path);
+    FT_FREE(temporary);
+    return status;
+}
+
+FT_API ft_status ft_io_safetensors_finish(ft_io_safetensors_writer *writer)
+{
+    if (writer == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_safetensors_finish: writer must not be NULL");
+    const ft_status status = ft__io_commit(writer);
+    ft_io_safetensors_abandon(writer);
+    return status;
+}
+
+/* ----------------------------------------------------------------------------------- >>hf.impl */
+
+#ifdef FT_CJSON
+
+#include <cjson/cJSON.h>
+
+typedef struct ft__io_hf { /* one object of the text, and how messages call it */
+    const char *where;     /* the file */
+    const char *inside;    /* "" or "rope_parameters." */
+    const cJSON *object;
+} ft__io_hf;
+
+static ft_status ft__io_hf_bad(const ft__io_hf *hf, const char *key, const char *wanted)
+{
+    return ft_error(FT_ERR_DATA, "%s: \"%s%s\" must be %s", hf->where, hf->inside, key, wanted);
+}
+
+/* *item is the key's value: NULL if absent, an item of type null if null. cJSON keeps every copy of
+   a key that is given more than once, so they are counted. */
+static ft_status ft__io_hf_get(const ft__io_hf *hf, const char *key, const cJSON **item)
+{
+    *item = NULL;
+    for (const cJSON *child = hf->object->child; child != NULL; child = child->next) {
+        if (strcmp(child->string, key) != 0) continue;
+        if (*item != NULL)
+            return ft_error(FT_ERR_DATA, "%s: \"%s%s\" is there twice", hf->where, hf->inside, key);
+        *item = child;
+    }
+    return FT_OK;
+}
+
+/* The same for keys to which null means absent. */
+static ft_status ft__io_hf_value(const ft__io_hf *hf, const char *key, const cJSON **item)
+{
+    FT_TRY(ft__io_hf_get(hf, key, item));
+    if (cJSON_IsNull(*item)) *item = NULL;
+    return FT_OK;
+}
+
+/* A count from 1 to 2^31 - 1; *value stays as it is if the key is absent. */
+static ft_status ft__io_hf_count(const ft__io_hf *hf, const char *key, int64_t *value)
+{
+    const cJSON *item;
+    FT_TRY(ft__io_hf_value(hf, key, &item));
+    if (item == NULL) return FT_OK;
+    const double x = item->valuedouble;
+    if (!cJSON_IsNumber(item) || !(x >= 1 && x <= 2147483647.0) || x > (double)(int64_t)x)
+        return ft__io_hf_bad(hf, key, "an integer from 1 to 2147483647");
+    *value = (int64_t)x;
+    return FT_OK;
+}
+
+/* A finite number above 0; *value stays as it is if the key is absent. */
+static ft_status ft__io_hf_positive(const ft__io_hf *hf, const char *key, double *value)
+{
+    const cJSON *item;
+    FT_TRY(ft__io_hf_value(hf, key, &item));
+    if (item == NULL) return FT_OK;
+    if (!cJSON_IsNumber(item) || !(item->valuedouble > 0) || !isfinite(item->valuedouble))
+        return ft__io_hf_bad(hf, key, "a number above 0");
+    *value = item->valuedouble;
+    return FT_OK;
+}
+
+static ft_status ft__io_hf_flag(const ft__io_hf *hf, const char *key, int *value)
+{
+    const cJSON *item;
+    FT_TRY(ft__io_hf_value(hf, key, &item));
+    if (item == NULL) return FT_OK;
+    if (!cJSON_IsBool(item)) return ft__io_hf_bad(hf, key, "true or false");
+    *value = cJSON_IsTrue(item) != 0;
+    return FT_OK;
+}
+
+static ft_status ft__io_hf_string(const ft__io_hf *hf, const char *key, const char **value)
+{
+    const cJSON *item;
+    FT_TRY(ft__io_hf_value(hf, key, &item));
+    if (item == NULL) return FT_OK;
+    if (!cJSON_IsString(item)) return ft__io_hf_bad(hf, key, "a string");
+    *value = item->valuestring;
+    return FT_OK;
+}
+
+static ft_status ft__io_hf_missing(const ft__io_hf *hf, const char *key)
+{
+    return ft_error(FT_ERR_DATA, "%s: \"%s%s\" is missing", hf->where, hf->inside, key);
+}
+
+static ft_status ft__io_hf_refuse(const ft__io_hf *hf, const char *key, const char *why)
+{
+    return ft_error(FT_ERR_UNSUPPORTED, "%s: \"%s%s\": %s", hf->where, hf->inside, key, why);
+}
+
+/* Keys that ask for something a plain dense model with full attention does not do. */
+static ft_status ft__io_hf_refusals(const ft__io_hf *hf)
+{
+    static const char *const experts[] = {"num_experts",         "num_local_experts",
+                                          "num_experts_per_tok", "n_routed_experts",
+                                          "n_shared_experts",    "moe_intermediate_size"};
+    static const char *const zero[] = {"attention_dropout", "hidden_dropout", "resid_pdrop",
+                                       "embd_pdrop"};
+    const cJSON *item;
+    const char *activation = "silu";
+    for (size_t i = 0; i < sizeof experts / sizeof *experts; i++) {
+        FT_TRY(ft__io_hf_value(hf, experts[i], &item));
+        if (item != NULL)
+            return ft__io_hf_refuse(hf, experts[i], "mixtures of experts are not supported");
+    }
+    for (size_t i = 0; i < sizeof zero / sizeof *zero; i++) {
+        FT_TRY(ft__io_hf_value(hf, zero[i], &item));
+        if (item == NULL) continue;
+        if (!cJSON_IsNumber(item)) return ft__io_hf_bad(hf, zero[i], "a number");
+        if (item->valuedouble > 0 || item->valuedouble < 0)
+            return ft__io_hf_refuse(hf, zero[i], "dropout is not supported; set it to 0");
+    }
+    FT_TRY(ft__io_hf_value(hf, "quantization_config", &item));
+    if (item != NULL)
+        return ft__io_hf_refuse(hf, "quantization_config", "quantized weights are not supported");
+    FT_TRY(ft__io_hf_string(hf, "hidden_act", &activation));
+    if (strcmp(activation, "silu") != 0)
+        return ft_error(FT_ERR_UNSUPPORTED, "%s: \"hidden_act\" is \"%s\"; only silu is supported",
+                        hf->where, ft__io_show(activation).text);
+    return FT_OK;
+}
+
+static ft_status ft__io_hf_windows(const ft__io_hf *hf, const ft_io_hf_config *config)
+{
+    const cJSON *window, *types, *type;
+    const int mistral = strcmp(config->model_type, "mistral") == 0;
+    const int qwen = strncmp(config->model_type, "qwen", 4) == 0;
+    int use = 0;
+    int64_t n = 0;
+    FT_TRY(ft__io_hf_flag(hf, "use_sliding_window", &use));
+    if (use) return ft__io_hf_refuse(hf, "use_sliding_window", "sliding windows are not supported");
+    FT_TRY(ft__io_hf_get(hf, "sliding_window", &window));
+    if (mistral && window == NULL)
+        return ft__io_hf_refuse(hf, "sliding_window",
+                                "absent, it means a window of 4096 tokens; sliding windows are not "
+                                "supported, null turns them off");
+    /* The Qwen families obey the number only where use_sliding_window is true. */
+    if (!qwen && window != NULL && !cJSON_IsNull(window))
+        return ft__io_hf_refuse(hf, "sliding_window", "sliding windows are not supported");
+    FT_TRY(ft__io_hf_value(hf, "layer_types", &types));
+    if (types == NULL) return FT_OK;
+    if (!cJSON_IsArray(types)) return ft__io_hf_bad(hf, "layer_types", "an array of strings");
+    for (type = types->child; type != NULL; type = type->next, n++) {
+        if (!cJSON_IsString(type)) return ft__io_hf_bad(hf, "layer_types", "an array of strings");
+        if (strcmp(type->valuestring, "full_attention") != 0)
+            return ft_error(FT_ERR_UNSUPPORTED,
+                            "%s: \"layer_types\" has \"%s\"; only full_attention is supported",
+                            hf->where, ft__io_show(type->valuestring).text);
+    }
+    if (n != config->layers)
+        return ft_error(FT_ERR_DATA, "%s: \"layer_types\" has %lld entries for %lld layers",
+                        hf->where, (long long)n, (long long)config->layers);
+    return FT_OK;
+}
+
+static ft_status ft__io_hf_sizes(const ft__io_hf *hf, ft_io_hf_config *config)
+{
+    const int llama = strcmp(config->model_type, "llama") == 0;
+    FT_TRY(ft__io_hf_count(hf, "vocab_size", &config->vocab));
+    FT_TRY(ft__io_hf_count(hf, "hidden_size", &config->hidden));
+    FT_TRY(ft__io_hf_count(hf, "num_hidden_layers", &config->layers));
+    FT_TRY(ft__io_hf_count(hf, "num_attention_heads", &config->heads));
+    FT_TRY(ft__io_hf_count(hf, "intermediate_size", &config->intermediate));
+    FT_TRY(ft__io_hf_count(hf, "num_key_value_heads", &config->kv_heads));
+    FT_TRY(ft__io_hf_count(hf, "head_dim", &config->head_dim));
+    FT_TRY(ft__io_hf_count(hf, "max_position_embeddings", &config->max_positions));
+    if (config->vocab == 0) return ft__io_hf_missing(hf, "vocab_size");
+    if (config->hidden == 0) return ft__io_hf_missing(hf, "hidden_size");
+    if (config->layers == 0) return ft__io_hf_missing(hf, "num_hidden_layers");
+    if (config->heads == 0) return ft__io_hf_missing(hf, "num_attention_heads");
+    if (config->intermediate == 0) return ft__io_hf_missing(hf, "intermediate_size");
+    if (config->kv_heads == 0) {
+        if (!llama) return ft__io_hf_missing(hf, "num_key_value_heads");
+        config->kv_heads = config->heads;
+    }
+    if (config->heads % config->kv_heads != 0)
+        return ft_error(FT_ERR_DATA,
+                        "%s: \"num_attention_heads\" %lld is not a multiple of "
+                        "\"num_key_value_heads\" %lld",
+                        hf->where, (long long)config->heads, (long long)config->kv_heads);
+    if (config->head_dim == 0 && strcmp(config->model_type, "qwen3") == 0) config->head_dim = 128;
+    if (config->head_dim == 0) {
+        if (config->hidden % config->heads != 0)
+            return ft_error(FT_ERR_DATA,
+                            "%s: \"hidden_size\" %lld is not a multiple of \"num_attention_heads\" "
+                            "%lld, and there is no \"head_dim\"",
+                            hf->where, (long long)config->hidden, (long long)config->heads);
+        config->head_dim = config->hidden / config->heads;
+    }
+    if (config->head_dim % 2 != 0)
+        return ft_error(FT_ERR_DATA, "%s: a head size of %lld is odd; rotary embedding takes pairs",
+                        hf->where, (long long)config->head_dim);
+    return FT_OK;
+}
+
+static ft_status ft__io_hf_biases(const ft__io_hf *hf, ft_io_hf_config *config)
+{
+    const int llama = strcmp(config->model_type, "llama") == 0;
+    const int qwen3 = strcmp(config->model_type, "qwen3") == 0;
+    const int qwen2 = strcmp(config->model_type, "qwen2") == 0;
+    int attention = 0, mlp = 0;
+    FT_TRY(ft__io_hf_flag(hf, "attention_bias", &attention));
+    FT_TRY(ft__io_hf_flag(hf, "mlp_bias", &mlp));
+    if (attention && !llama && !qwen3)
+        return ft__io_hf_refuse(hf, "attention_bias", "this model type has no such switch");
+    if (mlp && !llama)
+        return ft__io_hf_refuse(hf, "mlp_bias", "this model type has no such switch");
+    config->qkv_bias = attention || qwen2;
+    config->o_bias = attention;
+    config->mlp_bias = mlp;
+    config->qk_norm = qwen3;
+    return FT_OK;
+}
+
+/* Only keys with a known meaning: one that is passed over would change every angle. */
+static ft_status ft__io_hf_rope_keys(const ft__io_hf *rope, int llama3)
+{
+    static const char *const keys[] = {"rope_theta", "rope_type", "type", "partial_rotary_factor",
+                                       /* llama3 only: */ "factor", "low_freq_factor",
+                                       "high_freq_factor", "original_max_position_embeddings"};
+    const size_t n = llama3 ? 8 : 4;
+    for (const cJSON *child = rope->object->child; child != NULL; child = child->next) {
+        size_t i = 0;
+        if (cJSON_IsNull(child)) continue;
+        while (i < n && strcmp(child->string, keys[i]) != 0) i++;
+        if (i == n)
+            return ft_error(FT_ERR_UNSUPPORTED,
+                            "%s: \"%s%s\" has no known meaning for rope type %s", rope->where,
+                            rope->inside, ft__io_show(child->string).text,
+                            llama3 ? "llama3" : "default");
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_hf_llama3(const ft__io_hf *rope, ft_rope_scaling *scaling)
+{
+    FT_TRY(ft__io_hf_positive(rope, "factor", &scaling->factor));
+    FT_TRY(ft__io_hf_positive(rope, "low_freq_factor", &scaling->low_freq_factor));
+    FT_TRY(ft__io_hf_positive(rope, "high_freq_factor", &scaling->high_freq_factor));
+    FT_TRY(ft__io_hf_count(rope, "original_max_position_embeddings", &scaling->original_context));
+    if (!(scaling->factor > 0)) return ft__io_hf_missing(rope, "factor");
+    if (!(scaling->low_freq_factor > 0)) return ft__io_hf_missing(rope, "low_freq_factor");
+    if (!(scaling->high_freq_factor > 0)) return ft__io_hf_missing(rope, "high_freq_factor");
+    if (scaling->original_context == 0)
+        return ft__io_hf_missing(rope, "original_max_position_embeddings");
+    if (scaling->factor < 1) return ft__io_hf_bad(rope, "factor", "at least 1");
+    if (scaling->high_freq_factor <= scaling->low_freq_factor)
+        return ft__io_hf_bad(rope, "high_freq_factor", "above low_freq_factor");
+    return FT_OK;
+}
+
+/* rope_scaling (the older layout, theta beside it) or rope_parameters (theta inside). */
+static ft_status ft__io_hf_rope_object(const ft__io_hf *rope, int new_layout, double *theta,
+                                       ft_rope_scaling *scaling)
+{
+    const char *type = NULL, *old_type = NULL;
+    double partial = 1;
+    FT_TRY(ft__io_hf_string(rope, "rope_type", &type));
+    FT_TRY(ft__io_hf_string(rope, "type", &old_type));
+    if (type != NULL && old_type != NULL && strcmp(type, old_type) != 0)
+        return ft_error(FT_ERR_DATA, "%s: \"%srope_type\" is \"%s\" but \"type\" is \"%s\"",
+                        rope->where, rope->inside, ft__io_show(type).text,
+                        ft__io_show(old_type).text);
+    if (type == NULL) type = old_type;
+    if (type == NULL && !new_layout) return ft__io_hf_missing(rope, "rope_type");
+    const int llama3 = type != NULL && strcmp(type, "llama3") == 0;
+    if (type != NULL && !llama3 && strcmp(type, "default") != 0)
+        return ft_error(FT_ERR_UNSUPPORTED,
+                        "%s: rope type \"%s\" in \"%srope_type\"; default and llama3 are supported",
+                        rope->where, ft__io_show(type).text, rope->inside);
+    FT_TRY(ft__io_hf_rope_keys(rope, llama3));
+    FT_TRY(ft__io_hf_positive(rope, "partial_rotary_factor", &partial));
+    if (partial > 1 || partial < 1)
+        return ft__io_hf_refuse(rope, "partial_rotary_factor", "only 1 is supported");
+    FT_TRY(ft__io_hf_positive(rope, "rope_theta", theta));
+    return llama3 ? ft__io_hf_llama3(rope, scaling) : FT_OK;
+}
+
+static ft_status ft__io_hf_rope(const ft__io_hf *hf, ft_io_hf_config *config)
+{
+    const cJSON *scaling, *parameters;
+    ft__io_hf rope = *hf;
+    double partial = 1, inner = 0;
+    FT_TRY(ft__io_hf_positive(hf, "rope_theta", &config->rope_theta));
+    FT_TRY(ft__io_hf_positive(hf, "partial_rotary_factor", &partial));
+    if (partial > 1 || partial < 1)
+        return ft__io_hf_refuse(hf, "partial_rotary_factor", "only 1 is supported");
+    FT_TRY(ft__io_hf_value(hf, "rope_scaling", &scaling));
+    FT_TRY(ft__io_hf_value(hf, "rope_parameters", &parameters));
+    if (scaling != NULL && parameters != NULL)
+        return ft_error(FT_ERR_DATA, "%s: both \"rope_scaling\" and \"rope_parameters\"; keep one",
+                        hf->where);
+    rope.object = parameters != NULL ? parameters : scaling;
+    if (rope.object != NULL) {
+        rope.inside = parameters != NULL ? "rope_parameters." : "rope_scaling.";
+        if (!cJSON_IsObject(rope.object))
+            return ft__io_hf_bad(hf, parameters != NULL ? "rope_parameters" : "rope_scaling",
+                                 "an object or null");
+        FT_TRY(ft__io_hf_rope_object(&rope, parameters != NULL, &inner, &config->rope_scaling));
+    }
+    if (inner > 0 && config->rope_theta > 0 &&
+        (inner > config->rope_theta || inner < config->rope_theta))
+        return ft_error(FT_ERR_DATA, "%s: \"rope_theta\" is %g but \"%srope_theta\" is %g",
+                        hf->where, config->rope_theta, rope.inside, inner);
+    if (inner > 0) config->rope_theta = inner;
+    if (config->rope_theta > 0) return FT_OK;
+    if (strcmp(config->model_type, "llama") != 0) return ft__io_hf_missing(hf, "rope_theta");
+    config->rope_theta = 10000;
+    return FT_OK;
+}
+
+static ft_status ft__io_hf_read(const ft__io_hf *hf, ft_io_hf_config *config)
+{
+    static const char *const types[] = {"llama", "mistral", "qwen2", "qwen3"};
+    const char *type = NULL;
+    size_t i = 0;
+    FT_TRY(ft__io_hf_string(hf, "model_type", &type));
+    if (type == NULL) return ft__io_hf_missing(hf, "model_type");
+    while (i < 4 && strcmp(type, types[i]) != 0) i++;
+    if (i == 4)
+        return ft_error(FT_ERR_UNSUPPORTED,
+                        "%s: \"model_type\" is \"%s\"; llama, mistral, qwen2 and qwen3 are "
+                        "supported",
+                        hf->where, ft__io_show(type).text);
+    snprintf(config->model_type, sizeof config->model_type, "%s", types[i]);
+    config->norm_eps = 1e-6;
+    FT_TRY(ft__io_hf_refusals(hf));
+    FT_TRY(ft__io_hf_sizes(hf, config));
+    FT_TRY(ft__io_hf_windows(hf, config));
+    FT_TRY(ft__io_hf_biases(hf, config));
+    FT_TRY(ft__io_hf_flag(hf, "tie_word_embeddings", &config->tie_embeddings));
+    FT_TRY(ft__io_hf_positive(hf, "rms_norm_eps", &config->norm_eps));
+    return ft__io_hf_rope(hf, config);
+}
+
+FT_API ft_status ft_io_hf_config_parse(const char *json_text, const char *where,
+                                       ft_io_hf_config *config)
+{
+    const char *end = NULL;
+    ft__io_hf hf;
+    if (json_text == NULL || where == NULL || config == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_hf_config_parse: no argument may be NULL");
+    memset(config, 0, sizeof *config);
+    cJSON *root = cJSON_ParseWithOpts(json_text, &end, 1);
+    if (root == NULL)
+        return ft_error(FT_ERR_DATA, "%s: not JSON, at byte %lld", where,
+                        end == NULL ? 0LL : (long long)(end - json_text));
+    hf.where = where;
+    hf.inside = "";
+    hf.object = root;
+    const ft_status status = cJSON_IsObject(root)
+                                 ? ft__io_hf_read(&hf, config)
+                                 : ft_error(FT_ERR_DATA, "%s: not a JSON object", where);
+    cJSON_Delete(root);
+    return status;
+}
+
+#endif /* FT_CJSON */
+
+/* --------------------------------------------------------------------------------- >>data.impl */
+
+typedef struct ft__io_part { /* one file's stretch of the stream */
+    ft__io_map map;
+    char *path;
+    int64_t first, tokens;   /* it holds tokens first..first+tokens-1 */
+} ft__io_part;
+
+struct ft_io_data {
+    ft__io_part *parts;
+    int n_parts;
+    ft_io_token token;
+    size_t token_bytes;      /* how many of a file's bytes make a token */
+    int64_t tokens, vocab;
+};
+
+static ft_status ft__io_part_open(const char *path, size_t token_bytes, int64_t first,
+                                  ft__io_part *part)
+{
+    if (path == NULL) return ft_error(FT_ERR_ARG, "ft_io_data_open: a path is NULL");
+    part->path = ft__io_copy(path);
+    if (part->path == NULL) return ft__io_oom(path, strlen(path) + 1);
+    FT_TRY(ft__io_map_open(path, &part->map));
+    if (part->map.bytes == 0) return ft_error(FT_ERR_DATA, "%s: the data file is empty", path);
+    part->first = first;
+    part->tokens = (int64_t)(part->map.bytes / token_bytes);
+    if (part->tokens > INT64_MAX - first)
+        return ft_error(FT_ERR_DATA, "%s: the stream would exceed 2^63 tokens", path);
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_data_open(const char *const *paths, int n_paths, ft_io_token token,
+                                 ft_io_data **out)
+{
+    if (paths == NULL || n_paths < 1 || out == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_data_open: %d paths; at least one is needed", n_paths);
+    *out = NULL;
+    if (token != FT_IO_TOKEN_BYTE)
+        return ft_error(FT_ERR_UNSUPPORTED,
+                        "ft_io_data_open: token format %d is none of ft_io_token", (int)token);
+    const size_t bytes = (size_t)n_paths * sizeof(ft__io_part);
+    ft_io_data *data = (ft_io_data *)FT_MALLOC(sizeof *data);
+    ft__io_part *parts = (ft__io_part *)FT_MALLOC(bytes);
+    if (data == NULL || parts == NULL) {
+        FT_FREE(data);
+        FT_FREE(parts);
+        return ft__io_oom("ft_io_data_open", bytes);
+    }
+    memset(data, 0, sizeof *data);
+    memset(parts, 0, bytes);
+    data->parts = parts;
+    data->token = token;
+    data->token_bytes = 1;
+    data->vocab = 256;
+    ft_status status = FT_OK;
+    while (status == FT_OK && data->n_parts < n_paths) {
+        ft__io_part *part = &parts[data->n_parts];
+        status = ft__io_part_open(paths[data->n_parts++], data->token_bytes, data->tokens, part);
+        data->tokens += part->tokens;
+    }
+    if (status == FT_OK) *out = data;
+    else ft_io_data_close(data);
+    return status;
+}
+
+FT_API void ft_io_data_close(ft_io_data *data)
+{
+    if (data == NULL) return;
+    for (int i = 0; i < data->n_parts; i++) {
+        ft__io_map_close(&data->parts[i].map);
+        FT_FREE(data->parts[i].path);
+    }
+    FT_FREE(data->parts);
+    FT_FREE(data);
+}
+
+FT_API int64_t ft_io_data_tokens(const ft_io_data *data)
+{
+    return data == NULL ? 0 : data->tokens;
+}
+
+FT_API int64_t ft_io_data_vocab(const ft_io_data *data)
+{
+    return data == NULL ? 0 : data->vocab;
+}
+
+/* The part that holds a position of the stream, 0 <= position < tokens. */
+static const ft__io_part *ft__io_part_at(const ft_io_data *data, int64_t position)
+{
+    int low = 0, high = data->n_parts - 1;
+    while (low < high) { /* it is in low..high */
+        const int middle = low + (high - low + 1) / 2;
+        if (data->parts[middle].first <= position) low = middle;
+        else high = middle - 1;
+    }
+    return &data->parts[low];
+}
+
+static void ft__io_decode(ft_io_token token, const void *from, int64_t n, int32_t *tokens)
+{
+    switch (token) {
+    case FT_IO_TOKEN_BYTE:
+        for (int64_t i = 0; i < n; i++) tokens[i] = ((const unsigned char *)from)[i];
+        break;
+    }
+}
+
+FT_API ft_status ft_io_data_read(const ft_io_data *data, int64_t position, int64_t n,
+                                 int32_t *tokens)
+{
+    if (data == NULL || (tokens == NULL && n != 0))
+        return ft_error(FT_ERR_ARG, "ft_io_data_read: data and tokens must not be NULL");
+    if (position < 0 || n < 0 || position > data->tokens || n > data->tokens - position)
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_data_read: %lld tokens from position %lld are outside the stream of "
+                        "%lld",
+                        (long long)n, (long long)position, (long long)data->tokens);
+    while (n > 0) {
+        const ft__io_part *part = ft__io_part_at(data, position);
+        const int64_t from = position - part->first;
+        const int64_t here = n < part->tokens - from ? n : part->tokens - from;
+        ft__io_decode(data->token, (const char *)part->map.base + (size_t)from * data->token_bytes,
+                      here, tokens);
+        position += here;
+        tokens += here;
+        n -= here;
+    }
+    return FT_OK;
+}
+
+FT_API const char *ft_io_data_locate(const ft_io_data *data, int64_t position, int64_t *in_file)
+{
+    if (position < 0 || position >= ft_io_data_tokens(data)) return NULL;
+    const ft__io_part *part = ft__io_part_at(data, position);
+    if (in_file != NULL) *in_file = position - part->first;
+    return part->path;
+}
+
+FT_API ft_status ft_io_data_check_vocab(const ft_io_data *data, int64_t vocab)
+{
+    int32_t tokens[4096];
+    const int64_t chunk = (int64_t)(sizeof tokens / sizeof *tokens);
+    if (data == NULL || vocab < 1)
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_data_check_vocab: vocabulary %lld; it must be positive, and data "
+                        "not NULL",
+                        (long long)vocab);
+    for (int64_t at = 0, n; vocab < data->vocab && at < data->tokens; at += n) {
+        n = data->tokens - at < chunk ? data->tokens - at : chunk;
+        FT_TRY(ft_io_data_read(data, at, n, tokens));
+        for (int64_t i = 0; i < n; i++) {
+            int64_t in_file;
+            if (tokens[i] < vocab) continue;
+            const char *path = ft_io_data_locate(data, at + i, &in_file);
+            return ft_error(FT_ERR_DATA,
+                            "%s: token %lld at position %lld is outside the vocabulary of %lld; a "
+                            "vocabulary of %lld takes any token of this format",
+                            path, (long long)tokens[i], (long long)in_file, (long long)vocab,
+                            (long long)data->vocab);
+        }
+    }
+    return FT_OK;
+}
+
+/* ------------------------------------------------------------------------------ >>sampler.impl */
+
+/* The finalizer of splitmix64 (Steele, Lea and Flood 2014): a bijection of 64 bits in which every
+   bit of the argument moves every bit of the result. */
+static uint64_t ft__io_mix(uint64_t x)
+{
+    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+    return x ^ x >> 31;
+}
+
+FT_API int64_t ft_io_permute(uint64_t seed, int64_t epoch, int64_t n, int64_t i)
+{
+    enum { ROUNDS = 6 };
+    const uint64_t golden = 0x9e3779b97f4a7c15u;
+    const uint64_t key = ft__io_mix(ft__io_mix(seed + golden) ^ (uint64_t)epoch);
+    int half = 1; /* bits of each half: the least with 4^half >= n */
+    if (i < 0 || i >= n) return -1;
+    while (half < 32 && (uint64_t)1 << 2 * half < (uint64_t)n) half++;
+    const uint64_t mask = ((uint64_t)1 << half) - 1;
+    uint64_t x = (uint64_t)i;
+    /* A round is a bijection of the pair whatever its hash, so the network permutes 0..4^half - 1.
+       The cycle through i comes back to i < n at the latest, so the walk ends; and following cycles
+       until they re-enter 0..n-1 is again a bijection. 4^half < 4n: below 4 steps in the mean. */
+    do {
+        uint64_t left = x >> half, right = x & mask;
+        for (uint64_t round = 1; round <= ROUNDS; round++) {
+            const uint64_t next = left ^ (ft__io_mix(right ^ (key + round * golden)) & mask);
+            left = right;
+            right = next;
+        }
+        x = left << half | right;
+    } while (x >= (uint64_t)n);
+    return (int64_t)x;
+}
+
+FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *data, int64_t seq_len,
+                                    int64_t global_batch, uint64_t seed)
+{
+    if (sampler == NULL || data == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_sampler_init: sampler and data must not be NULL");
+    memset(sampler, 0, sizeof *sampler);
+    if (seq_len < 1 || global_batch < 1)
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_sampler_init: sequence length %lld and global batch %lld must be "
+                        "positive",
+                        (long long)seq_len, (long long)global_batch);
+    if (data->tokens - 1 < seq_len)
+        return ft_error(FT_ERR_DATA,
+                        "%s%s: %lld tokens of data are shorter than one sample: sequence length "
+                        "%lld + 1; give more data or shorter sequences",
+                        data->parts[0].path, data->n_parts > 1 ? " and the files after it" : "",
+                        (long long)data->tokens, (long long)seq_len);
+    sampler->data = data;
+    sampler->seq_len = seq_len;
+    sampler->windows = (data->tokens - 1) / seq_len;
+    sampler->global_batch = global_batch;
+    sampler->seed = seed;
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_sampler_index(const ft_io_sampler *sampler, int64_t step, int64_t position,
+                                     int64_t *window, int64_t *epoch)
+{
+    if (sampler == NULL || sampler->data == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_sampler_index: the sampler is not initialised");
+    const int64_t batch = sampler->global_batch;
+    if (step < 0 || position < 0 || position >= batch || step > (INT64_MAX - position) / batch)
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_sampler_index: step %lld, position %lld of a global batch of %lld",
+                        (long long)step, (long long)position, (long long)batch);
+    const int64_t at = step * batch + position;
+    if (epoch != NULL) *epoch = at / sampler->windows;
+    if (window != NULL)
+        *window = ft_io_permute(sampler->seed, at / sampler->windows, sampler->windows,
+                                at % sampler->windows);
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_sampler_read(const ft_io_sampler *sampler, int64_t step, int64_t position,
+                                    int64_t n, int32_t *tokens, int32_t *labels)
+{
+    if (tokens == NULL || labels == NULL || n < 0)
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_sampler_read: %lld samples; tokens and labels must not be NULL",
+                        (long long)n);
+    for (int64_t b = 0; b < n; b++) {
+        int64_t window;
+        FT_TRY(ft_io_sampler_index(sampler, step, position + b, &window, NULL));
+        const int64_t T = sampler->seq_len, first = window * T;
+        int32_t *row = tokens + b * T, *targets = labels + b * T;
+        FT_TRY(ft_io_data_read(sampler->data, first, T, row));
+        memcpy(targets, row + 1, (size_t)(T - 1) * sizeof *row);
+        FT_TRY(ft_io_data_read(sampler->data, first + T, 1, targets + T - 1));
+    }
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_sampler_fill(const ft_io_sampler *sampler, int64_t step, int rank, int ranks,
+                                    int micro_batch, int micro_batches, int32_t *tokens,
+                                    int32_t *labels)
+{
+    if (sampler == NULL || sampler->data == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_sampler_fill: the sampler is not initialised");
+    if (rank < 0 || rank >= ranks || micro_batch < 0 || micro_batch >= micro_batches)
+        return ft_error(FT_ERR_ARG, "ft_io_sampler_fill: rank %d of %d, micro-batch %d of %d", rank,
+                        ranks, micro_batch, micro_batches);
+    const int64_t shares = (int64_t)ranks * micro_batches;
+    if (sampler->global_batch % shares != 0)
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_sampler_fill: a global batch of %lld does not divide into %d ranks "
+                        "x %d micro-batches",
+                        (long long)sampler->global_batch, ranks, micro_batches);
+    const int64_t B = sampler->global_batch / shares;
+    return ft_io_sampler_read(sampler, step, ((int64_t)micro_batch * ranks + rank) * B, B, tokens,
+                              labels);
+}
+
+/* ---------------------------------------------------------------------------------- >>log.impl */
+
+struct ft_io_log {
+    ft_io_json json; /* the row, in memory */
+    int fd;
+    int open_row;
+    int torn;        /* the file ends inside a row: the next one begins with a line break */
+};
+
+static int ft__io_log_file(const char *path, int append, ft_io_log *log)
+{
+    /* Reading is needed to see how the file ends. */
+    log->fd = ft__io_open_fd(path, O_CREAT | O_APPEND | (append ? O_RDWR : O_WRONLY | O_TRUNC));
+    if (log->fd < 0) return errno;
+    char last = '\n';
+    if (append && lseek(log->fd, -1, SEEK_END) >= 0 && read(log->fd, &last, 1) < 0) return errno;
+    log->torn = last != '\n';
+    return 0;
+}
+
+FT_API ft_status ft_io_log_open(const char *path, int append, ft_io_log **out)
+{
+    if (path == NULL || out == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_log_open: path and out must not be NULL");
+    *out = NULL;
+    ft_io_log *log = (ft_io_log *)FT_MALLOC(sizeof *log);
+    char *copy = ft__io_copy(path);
+    if (log == NULL || copy == NULL) {
+        FT_FREE(log);
+        FT_FREE(copy);
+        return ft__io_oom(path, sizeof *log);
+    }
+    memset(log, 0, sizeof *log);
+    log->json.name = copy;
+    const int error = ft__io_log_file(path, append, log);
+    if (error != 0) {
+        if (log->fd >= 0) close(log->fd);
+        FT_FREE(log);
+        FT_FREE(copy);
+        return ft_error(FT_ERR_IO, "%s: cannot open for writing: %s", path, strerror(error));
+    }
+    *out = log;
+    return FT_OK;
+}
+
+FT_API void ft_io_log_begin(ft_io_log *log)
+{
+    if (log == NULL) return;
+    ft_io_json *json = &log->json;
+    if (log->open_row) {
+        ft__io_json_fail(json, FT_ERR_STATE, "a row begins inside another");
+        return;
+    }
+    log->open_row = 1;
+    if (log->torn) ft__io_json_put(json, "\n", 1);
+    ft_io_json_begin_object(json);
+}
+
+/* A call between rows is an error too, which waits for the next end, or for the close. */
+FT_API ft_io_json *ft_io_log_json(ft_io_log *log)
+{
+    if (log == NULL) return NULL;
+    if (!log->open_row) ft__io_json_fail(&log->json, FT_ERR_STATE, "a value outside a row");
+    return &log->json;
+}
+
+FT_API void ft_io_log_int(ft_io_log *log, const char *key, int64_t value)
+{
+    ft_io_json *json = ft_io_log_json(log);
+    ft_io_json_key(json, key);
+    ft_io_json_int(json, value);
+}
+
+FT_API void ft_io_log_float(ft_io_log *log, const char *key, double value)
+{
+    ft_io_json *json = ft_io_log_json(log);
+    ft_io_json_key(json, key);
+    ft_io_json_float(json, value);
+}
+
+FT_API void ft_io_log_string(ft_io_log *log, const char *key, const char *value)
+{
+    ft_io_json *json = ft_io_log_json(log);
+    ft_io_json_key(json, key);
+    ft_io_json_string(json, value);
+}
+
+static ft_status ft__io_log_write(ft_io_log *log)
+{
+    ft_io_json *json = &log->json;
+    size_t written;
+    FT_TRY(ft__io_json_status(json));
+    const int error = ft__io_write(log->fd, json->text.bytes, json->text.n, &written);
+    if (error == 0) log->torn = 0;
+    else if (written > 0) log->torn = 1;
+    if (error == 0) return FT_OK;
+    return ft_error(FT_ERR_IO, "%s: cannot write a row of %zu bytes: %s", json->name, json->text.n,
+                    strerror(error));
+}
+
+FT_API ft_status ft_io_log_end(ft_io_log *log)
+{
+    if (log == NULL) return FT_OK;
+    ft_io_json *json = &log->json;
+    if (!log->open_row) ft__io_json_fail(json, FT_ERR_STATE, "a row ends that has not begun");
+    ft_io_json_end_object(json);
+    ft__io_json_put(json, "\n", 1);
+    const ft_status status = ft__io_log_write(log);
+    log->open_row = 0;
+    json->status = FT_OK;
+    json->text.n = 0;
+    json->depth = json->filled = json->keyed = 0;
+    return status;
+}
+
+FT_API ft_status ft_io_log_close(ft_io_log *log)
+{
+    if (log == NULL) return FT_OK;
+    ft_status status = FT_OK;
+    if (log->open_row)
+        status =
+            ft_error(FT_ERR_STATE, "%s: closed inside a row, which is not written", log->json.name);
+    else if (log->json.status != FT_OK) status = ft__io_json_status(&log->json);
+    if (close(log->fd) != 0 && status == FT_OK)
+        status = ft_error(FT_ERR_IO, "%s: cannot close: %s", log->json.name, strerror(errno));
+    FT_FREE(log->json.text.bytes);
+    FT_FREE(log->json.name);
+    FT_FREE(log);
+    return status;
+}
+
+#endif /* implementation */

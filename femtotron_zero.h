@@ -1,0 +1,1431 @@
+/* femtotron_zero.h: training state, sharded over data-parallel ranks (ZeRO stages 0 to 3).
+
+   Do this, after #include "femtotron.h":
+
+       #define FEMTOTRON_ZERO_IMPLEMENTATION   (FEMTOTRON_IMPLEMENTATION turns on all headers)
+       #include "femtotron_zero.h"
+
+   This file is written to be read from top to bottom: the drawing, the table, the numbered cases; then
+   the code, which cites the cases where it does them.
+
+   WHAT IT DOES NOT DO
+     It does not know models: it shards what it is told are parameters. It does not offload to the
+     host, and does not compress what it sends. It shards over dp only.
+
+   THE IDEA  (Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion
+   Parameter Models")
+     In plain data parallelism every rank keeps everything: weights, gradients, optimizer state. All
+     ranks keep the same numbers, so D - 1 of the D copies are waste. ZeRO gives each rank one shard
+     to own, and fetches the rest when it is used.
+
+     The model is cut in units (embedding; each layer; final norm and head). A unit is one flat, padded
+     buffer, its parameters one after another, cut in D equal shards. Rank 1 of 4 owns '#':
+
+                      weights          gradients         master, m, v
+       stage 0     [################] [################] [################]
+       stage 1     [################] [################] [....####........]
+       stage 2     [################] [....####........] [....####........]
+       stage 3     [....####........] [....####........] [....####........]
+
+     What a rank does not own it has for as long as it works with it: in stage 2 the whole gradient of
+     the unit that backward is in; in stage 3 also the whole weights of the unit that runs.
+
+   THE COST  of N parameters in bf16 (fp32: the parameter is its own master: 4, 4 and 8 bytes)
+
+     bytes a parameter   weights            gradients          master, m, v   sent a step and rank
+       stage 0           2                  2                  12             2 P
+       stage 1           2                  2                  12/D           2 P
+       stage 2           2                  2/D + one unit     12/D           (M + 1) P
+       stage 3           2/D + <= 2 units   2/D + one unit     12/D           M (3 P - P_last - P_emb)
+
+     P = bytes of all padded units in the dtype that travels, times (D-1)/D; M micro-batches. With
+     `reduce_overlap` (default on) "one unit" of gradients is two; with `prefetch` p (default 1) the
+     gathered units are at most 1 + p. A head tied to the embedding gathers that unit a second time:
+     M (3 P - P_last) then. Scalars (token counts, norm, loss) travel apart, 12 D bytes a step.
+     ft_zero_formula_get computes these to the byte, buffers rounded up to 256.
+
+   THE CASES
+     [Z0]   All state on every rank. Backward writes into whole gradients.
+     [Z0.1] After the last backward of a unit: reduce-scatter, then all-gather of the sums. Every rank
+            updates every parameter, with the same numbers, so that copies stay equal.
+     [Z1]   Optimizer state of the own shard only. Gradients are whole; after the reduce-scatter only
+            the own shard of them matters.
+     [Z1.1] The own shard is updated, then all-gathered into everyone's weights, unit by unit; the next
+            forward waits for a unit's gather only when it enters the unit.
+     [Z2]   As [Z1], but the whole gradient of a unit exists only while backward is in it:
+     [Z2.1] after each micro-batch it is reduce-scattered into the shard, and freed.
+     [Z2.2] With overlap the reduction runs under the next unit's backward, so two buffers exist.
+     [Z2.3] The weights' gather is [Z1.1]'s.
+     [Z2.4] The most that gradients take is reached in the last unit of backward: all shards, its whole
+            gradient, and with overlap that of the unit before.
+     [Z3]   Weights too are kept as shards. A region of forward (ft_zero_enter, ft_zero_leave) is the
+            stretch in which a unit's ops run.
+     [Z3.1] Entering queues the unit's all-gather unless it is under way; leaving frees the buffer.
+     [Z3.2] In forward the next `prefetch` units in order are fetched ahead,
+     [Z3.3] in backward those of the regions before, if their backward or a replay reads weights: an
+            embedding's does not, so it is not gathered again.
+     [Z3.4] The last region (FT_ZERO_KEEP) is not freed between forward and the backward that follows.
+     [Z3.5] So at most 1 + prefetch units are gathered, and the one that a tied head shares.
+     [G1]   The first contribution to a parameter's gradient overwrites, later ones add.
+     [G2]   A parameter without a contribution is zero at the reduction; a frozen one has no gradient,
+            no optimizer state, and travels only as a weight.
+     [N1]   The norm is summed per (unit, own shard), in a fixed order, padding left out, and over ranks
+            in rank order; one clip coefficient follows for all. A norm that is not finite skips the
+            update everywhere, by the same number on every rank.
+     [O1]   Weight decay holds per parameter, also where a shard's boundary cuts one.
+     At D = 1 no stage sends anything, and a gather is an alias: stage 3 has no gather buffers.
+
+   WHY THE STAGES AGREE
+     All stages reduce by the same per-unit reduce-scatter, sum the norm over the same shards, and update
+     elementwise. With one micro-batch they therefore give the same bits. With more, stages 0 and 1 add
+     the micro-batches before they sum over ranks, stages 2 and 3 after: equal up to rounding.
+
+   STREAMS AND EVENTS  Ops run on the compute stream, gathers and reductions on one of their own.
+     [E1] gathers wait for the update of the shards they send
+     [E2] compute waits for the gather of the unit it enters
+     [E3] a reduction waits for the backward that wrote the gradients
+     [E4] compute waits for a reduction before it frees, sums or uses what that reads or writes
+     [E5] the update waits for gathers that may still send the shard it changes
+     A buffer is freed after the work queued on the stream that used it last; nothing blocks the host.
+
+   CONTENTS   >>config >>units >>verbs >>step >>weights, then the implementation:
+     >>structures.impl >>zero kernels.impl >>describe.impl >>weights.impl >>verbs.impl >>regions.impl
+     >>step.impl >>formula.impl
+
+   OWNERSHIP, THREADS, ERRORS  All is owned by the context. A ft_zero belongs to its rank's thread.
+     Each verb checks the unit's state and refuses a wrong order with FT_ERR_STATE.
+
+   License: MIT, see LICENSE. */
+
+#ifndef FEMTOTRON_ZERO_H
+#define FEMTOTRON_ZERO_H
+
+#ifndef FEMTOTRON_H
+#error "femtotron_zero.h builds on femtotron.h: include femtotron.h first"
+#endif
+
+/* ------------------------------------------------------------------------------------ >>config */
+
+typedef struct ft_zero ft_zero;
+
+typedef struct ft_zero_config {
+    int stage;              /* 0, 1, 2 or 3 */
+    ft_dtype dtype;         /* of parameters, gradients and activations: FT_F32 or FT_BF16 */
+    int prefetch;           /* stage 3: units gathered ahead of the running one; default 1 */
+    ft_switch reduce_overlap; /* reduce a unit under the next one's backward; default on; costs one
+                               more unit of gradients in stages 2 and 3 */
+    double beta1, beta2, eps; /* AdamW; defaults 0.9, 0.95, 1e-8 */
+    double weight_decay;    /* of parameters added with FT_ZERO_DECAY; 0 means none */
+    double grad_clip;       /* largest global norm; 0 means no clipping */
+} ft_zero_config;
+
+FT_API ft_zero_config ft_zero_config_default(void);
+
+/* ------------------------------------------------------------------------------------- >>units */
+
+FT_API ft_status ft_zero_create(ft_ctx *ctx, const ft_zero_config *config, const ft_mesh *mesh,
+                                ft_zero **out);
+/* Makes the dp groups "zero gather", "zero reduce" and "zero scalars" of the mesh. */
+
+typedef ft_status (*ft_zero_init_fn)(void *user, const char *name, int64_t first, int64_t n,
+                                     float *values);
+/* Fills values[n] with elements first..first+n-1 of parameter `name`: a function of these alone, so
+   that initial weights do not depend on the layout. */
+
+enum { FT_ZERO_DECAY = 1, FT_ZERO_FROZEN = 2 }; /* flags of a parameter */
+
+FT_API ft_status ft_zero_unit(ft_zero *zero, const char *name, int *unit);
+/* Opens a new unit; parameters added from now on belong to it. Units are numbered 0, 1, ... in the
+   order of forward. */
+FT_API ft_status ft_zero_param(ft_zero *zero, const char *name, int ndim, const int64_t *shape,
+                               int flags, ft_tensor **param);
+/* Adds a parameter to the open unit. The tensor is a view into the unit: usable in ops while the
+   unit is gathered. */
+FT_API ft_status ft_zero_commit(ft_zero *zero, ft_zero_init_fn init, void *user);
+/* Ends the description: checks that all dp ranks described the same, allocates parameters (or
+   shards) and optimizer state, and initialises this rank's part from `init`. */
+
+/* ------------------------------------------------------------------------------------ >>verbs */
+
+/* Weights. Stages 0-2 hold them always; there gather and release only check the order. */
+FT_API ft_status ft_zero_gather(ft_zero *zero, int unit);
+/* Queues the all-gather unless it was prefetched, and makes the compute stream wait for it. Counted:
+   each gather is to be released once. Stage 3 sent: P_unit (D-1)/D. */
+FT_API ft_status ft_zero_get(ft_zero *zero, ft_tensor *param);
+/* FT_ERR_STATE unless param's unit is gathered. */
+FT_API ft_status ft_zero_release(ft_zero *zero, int unit);
+
+/* Gradients. */
+FT_API ft_status ft_zero_get_full(ft_zero *zero, int unit);
+/* The unit's full gradient buffer exists from here to the reduction. */
+FT_API ft_status ft_zero_reduce(ft_zero *zero, int unit);
+/* Queues the reduce-scatter of the unit's gradients into this rank's shard; parameters without a
+   contribution count as zero. */
+FT_API ft_status ft_zero_get_shard(ft_zero *zero, int unit, ft_tensor **shard);
+/* This rank's part of the reduced gradient; FT_ERR_STATE before the reduction. */
+
+/* What a model calls: a region is the stretch of forward in which a unit's ops run. Backward of the
+   same stretch gathers (if a backward or replay in it reads weights), releases and reduces. */
+enum { FT_ZERO_KEEP = 1 }; /* backward follows at once: do not release in between */
+FT_API ft_status ft_zero_enter(ft_zero *zero, int unit, int flags);
+FT_API ft_status ft_zero_leave(ft_zero *zero, int unit);
+
+/* -------------------------------------------------------------------------------------- >>step */
+
+FT_API ft_status ft_zero_step_begin(ft_zero *zero, int micro_batches, int64_t counted_tokens,
+                                    ft_tensor **scale);
+/* counted_tokens: labels != -100 of this rank in the step, all micro-batches. *scale [1] becomes
+   1 / (their sum over dp), for ft_linear_cross_entropy; 0 when nobody counts any. Owned by zero. */
+FT_API ft_status ft_zero_add_loss(ft_zero *zero, ft_tensor *loss);
+/* Adds a micro-batch's (scaled) loss to the step's. */
+FT_API ft_status ft_zero_step_end(ft_zero *zero, double lr);
+/* Waits for reductions, takes the global norm, clips, updates, and gathers parameters in stages 1
+   and 2. Skips the update on all ranks alike where the norm is not finite. No host sync. */
+
+typedef struct ft_zero_report {
+    double loss;        /* of the last step: over all dp ranks and micro-batches */
+    double grad_norm;   /* before clipping */
+    int64_t updates;    /* steps that changed weights */
+    int64_t skipped;    /* steps whose norm was not finite */
+} ft_zero_report;
+
+FT_API ft_status ft_zero_report_get(ft_zero *zero, ft_zero_report *report);
+/* Synchronises the host. Zeros on meta. */
+
+/* ----------------------------------------------------------------------------------- >>weights */
+
+FT_API ft_status ft_zero_export(ft_zero *zero, ft_tensor *param, int64_t first, int64_t n,
+                                float *values);
+/* values[n] = elements first..first+n-1 of param's fp32 master, on every dp rank (a collective call:
+   all must make it alike). values may be NULL on ranks that do not want it. */
+FT_API ft_status ft_zero_import(ft_zero *zero, ft_tensor *param, int64_t first, int64_t n,
+                                const float *values);
+/* The reverse: sets master and parameter. A collective call, with the same values on all ranks.
+   Optimizer state is untouched. */
+FT_API ft_status ft_zero_export_grad(ft_zero *zero, ft_tensor *param, int64_t first, int64_t n,
+                                     float *values);
+/* values[n] = the reduced gradient of param; between the last backward and step_end. A collective
+   call. */
+
+/* The closed formulas of this manual, in accounted bytes (each buffer rounded up to FT_ALIGN_BYTES)
+   and in bytes sent by this rank in a step. `tied`: the first unit is entered a second time for the
+   head. They hold for units entered one after another, each once a micro-batch, the last one with
+   FT_ZERO_KEEP, and a first unit whose backward reads no weights (an embedding). */
+typedef struct ft_zero_formula {
+    size_t param, optim;          /* always */
+    size_t grad_max, gather_max, comm_max; /* the most at once, within a step */
+    int64_t gather_sent, reduce_sent;      /* groups "zero gather" and "zero reduce" */
+} ft_zero_formula;
+
+FT_API ft_status ft_zero_formula_get(const ft_zero *zero, int micro_batches, int tied,
+                                     ft_zero_formula *out);
+
+#endif /* FEMTOTRON_ZERO_H */
+
+#if defined(FEMTOTRON_IMPLEMENTATION) || defined(FEMTOTRON_ZERO_IMPLEMENTATION)
+#ifndef FEMTOTRON_ZERO_IMPLEMENTATION_DONE
+#define FEMTOTRON_ZERO_IMPLEMENTATION_DONE
+
+#include <math.h>
+#include <string.h>
+
+/* -------------------------------------------------------------------------- >>structures.impl */
+
+/* One flat buffer, cut in D equal shards: rank r owns elements [r * shard, (r + 1) * shard). */
+typedef struct ft__zero_flat {
+    int64_t elems;        /* of parameters, one after another in the order they were added */
+    int64_t shard;        /* ceil(elems / D), rounded up to FT__ZERO_ALIGN */
+    int64_t padded;       /* shard * D; elements from `elems` on are padding: never read for a result */
+    ft_tensor *full;      /* [padded] the weights; present always, or [Z3] while gathered */
+    ft_tensor *mine;      /* [shard] this rank's weights: a view of full, or [Z3] all that is kept */
+    ft_tensor *grad;      /* [padded] gradients, present from the first contribution on */
+    ft_tensor *grad_mine; /* [shard] reduced: a view of grad, or [Z2, Z3] a tensor of its own */
+    ft_tensor *master, *m, *v; /* fp32 [shard], stage 0 [padded]; master: only if weights are bf16 */
+} ft__zero_flat;
+
+typedef struct ft__zero_param {
+    ft_zero *zero;
+    ft_tensor *weight;    /* view of a flat's full */
+    ft_tensor *grad;      /* view of the same place in grad; NULL if frozen */
+    int unit, flags;
+    int64_t offset;       /* in its flat */
+    int fresh;            /* no contribution to the gradient yet */
+    struct ft__zero_param *next;
+} ft__zero_param;
+
+typedef struct ft__zero_unit {
+    char name[64];
+    ft__zero_flat flat[2];     /* [0] trainable, [1] frozen: no gradients, no optimizer state */
+    int gathered;         /* gathers not yet released */
+    int resident;         /* weights are here or on their way */
+    int backwards;        /* micro-batches whose backward of this unit is over */
+    int reduced;          /* reductions queued in this step */
+    ft_event gather_done, reduce_done;
+} ft__zero_unit;
+
+typedef struct ft__region { /* a stretch of forward under a unit, on a tape that waits for backward */
+    ft_zero *zero;
+    ft_tape *tape;
+    int unit, keep, reads; /* reads: backward or a replay will read weights */
+    int need_before;
+    struct ft__region *older;
+} ft__region;
+
+typedef struct ft__zero_span { /* neighbouring elements of a shard under one weight decay */
+    ft_tensor *weight, *grad, *master, *m, *v;
+    double decay;
+    struct ft__zero_span *next;
+} ft__zero_span;
+
+struct ft_zero {
+    ft_ctx *ctx;
+    ft_zero_config config;
+    int D, rank;                /* of the dp group */
+    int shards_weights;         /* stage 3 and D > 1: at D = 1 a gather is an alias */
+    int shards_grads;           /* stage >= 2 and D > 1 */
+    ft_group *gather, *reduce, *scalars;
+    ft_stream *compute, *gather_stream, *reduce_stream;
+    ft__zero_unit *units;
+    int n_units, cap_units;
+    ft__zero_param *params, **params_end;
+    ft__zero_span *spans, **spans_end;
+    int committed, in_step, micro_batches;
+    int open[8], n_open;        /* units entered and not left, innermost last */
+    ft__region *open_region[8];
+    ft__region *regions;        /* closed, youngest first */
+    int unfreed;                /* unit whose reduction may still run, -1: none */
+    ft_event weights_ready;     /* the last change of this rank's weights */
+    ft_tensor *counts, *all_counts, *scale;       /* int32 [1], int32 [D], fp32 [1] */
+    ft_tensor *partial, *local, *all, *loss;      /* fp32 [units], [2], [2 D], [1] */
+    ft_tensor *control, *updates;                 /* fp32 [FT__CONTROL], int32 [2] */
+};
+
+#define FT__ZERO_ALIGN 8 /* elements: shards start at 16 bytes in bf16 too */
+
+static ft_status ft__region_passed(ft_ctx *ctx, void *user);
+static ft_status ft__region_reached(ft_ctx *ctx, void *user);
+
+enum { FT__NORM = 0, FT__COEF, FT__GO, FT__BIAS1, FT__BIAS2, FT__LOSS, FT__CONTROL };
+
+/* ------------------------------------------------------------------------------- >>zero kernels.impl
+
+   Five small ops that run unrecorded. They read scalars from device memory, so that no step has to
+   wait for the host. */
+
+static int64_t ft__zero_numel(const ft_view *v)
+{
+    int64_t n = 1;
+    for (int i = 0; i < v->ndim; i++) n *= v->shape[i];
+    return n;
+}
+
+static float ft__zero_load(const ft_view *v, int64_t i)
+{
+    return v->dtype == FT_BF16 ? ft_f32_from_bf16(((const uint16_t *)v->data)[i])
+                               : ((const float *)v->data)[i];
+}
+
+/* These rows write into tensors that exist, whatever their shapes: ft_op_run checks sizes. */
+static ft_status ft__zero_infer(ft_op_call *call)
+{
+    (void)call;
+    return FT_OK;
+}
+
+/* out[0][slot] = sum of squares of the first n elements of in[0]; slot = i[0], n = i[1]. Blocks of
+   1024 in fp32, 8 lanes, added up in double: a fixed order. */
+static ft_status ft__zero_sumsq_run(const ft_op_call *call)
+{
+    const ft_view *g = &call->in[0];
+    double total = 0;
+    for (int64_t at = 0; at < call->attr.i[1]; at += 1024) {
+        float lane[8] = {0, 0, 0, 0, 0, 0, 0, 0};
+        int64_t n = call->attr.i[1] - at < 1024 ? call->attr.i[1] - at : 1024;
+        for (int64_t i = 0; i < n; i++) {
+            float x = ft__zero_load(g, at + i);
+            lane[i & 7] += x * x;
+        }
+        for (int k = 0; k < 8; k++) total += (double)lane[k];
+    }
+    ((float *)call->out[0].data)[call->attr.i[0]] = (float)total;
+    return FT_OK;
+}
+
+/* out[0] = {sum of in[0] in order, in[1][0]}: what this rank contributes to norm and loss. */
+static ft_status ft__zero_local_run(const ft_op_call *call)
+{
+    float sum = 0, *out = (float *)call->out[0].data;
+    for (int64_t i = 0; i < ft__zero_numel(&call->in[0]); i++)
+        sum += ((const float *)call->in[0].data)[i];
+    out[0] = sum;
+    out[1] = ((const float *)call->in[1].data)[0];
+    return FT_OK;
+}
+
+/* in[0] = {sum of squares, loss} of each rank, added in rank order. out[0] = control, out[1] =
+   {updates, skipped}. f[0] = largest norm (0: any), f[1], f[2] = beta1, beta2. The clip coefficient
+   is min(1, max_norm / (norm + 1e-6)); a norm that is not finite clears `go`, on every rank alike,
+   because every rank has the same numbers. */
+static ft_status ft__zero_control_run(const ft_op_call *call)
+{
+    const float *all = (const float *)call->in[0].data;
+    float *control = (float *)call->out[0].data, squares = 0, loss = 0;
+    int32_t *count = (int32_t *)call->out[1].data;
+    for (int64_t r = 0; r < ft__zero_numel(&call->in[0]) / 2; r++) {
+        squares += all[2 * r];
+        loss += all[2 * r + 1];
+    }
+    float norm = sqrtf(squares);
+    int go = isfinite(norm) != 0;
+    double limit = call->attr.f[0], coef = 1;
+    if (limit > 0 && go && limit / ((double)norm + 1e-6) < 1) coef = limit / ((double)norm + 1e-6);
+    count[go ? 0 : 1]++;
+    control[FT__NORM] = norm;
+    control[FT__COEF] = (float)coef;
+    control[FT__GO] = (float)go;
+    control[FT__BIAS1] = (float)(1 - pow(call->attr.f[1], (double)count[0]));
+    control[FT__BIAS2] = (float)(1 - pow(call->attr.f[2], (double)count[0]));
+    control[FT__LOSS] = loss;
+    return FT_OK;
+}
+
+/* out[0][0] = 1 / sum of the int32 counts in[0]; 0 if nobody counts anything. */
+static ft_status ft__zero_scale_run(const ft_op_call *call)
+{
+    int64_t sum = 0;
+    for (int64_t i = 0; i < ft__zero_numel(&call->in[0]); i++)
+        sum += ((const int32_t *)call->in[0].data)[i];
+    ((float *)call->out[0].data)[0] = sum > 0 ? (float)(1.0 / (double)sum) : 0.0f;
+    return FT_OK;
+}
+
+/* AdamW (Loshchilov and Hutter 2019, algorithm 2) on n elements: gradient in[0], control in[1];
+   out = weight, m, v and, if the weight is bf16, its fp32 master. f[0] = lr, f[1] = decay, user =
+   the config. 28 bytes an element in bf16: g 2, master 8, m 8, v 8, weight 2. */
+static ft_status ft__zero_adamw_run(const ft_op_call *call)
+{
+    const ft_zero_config *config = (const ft_zero_config *)call->attr.user;
+    const float *control = (const float *)call->in[1].data;
+    const ft_view *g = &call->in[0], *w = &call->out[0];
+    float *m = (float *)call->out[1].data, *v = (float *)call->out[2].data;
+    float *p = (float *)(call->op->n_out == 4 ? call->out[3].data : w->data);
+    float coef = control[FT__COEF], eps = (float)config->eps;
+    float b1 = (float)config->beta1, b2 = (float)config->beta2;
+    float shrink = (float)(1 - call->attr.f[0] * call->attr.f[1]);
+    float rate = (float)(call->attr.f[0] / (double)control[FT__BIAS1]);
+    float root = 1.0f / sqrtf(control[FT__BIAS2]);
+    if (control[FT__GO] == 0.0f) return FT_OK;
+    for (int64_t i = 0, n = ft__zero_numel(w); i < n; i++) {
+        float x = ft__zero_load(g, i) * coef;
+        m[i] = b1 * m[i] + (1 - b1) * x;
+        v[i] = b2 * v[i] + (1 - b2) * x * x;
+        p[i] = p[i] * shrink - rate * m[i] / (sqrtf(v[i]) * root + eps);
+    }
+    if (call->op->n_out == 4)
+        for (int64_t i = 0, n = ft__zero_numel(w); i < n; i++)
+            ((uint16_t *)w->data)[i] = ft_bf16_from_f32(p[i]);
+    return FT_OK;
+}
+
+#define FT__ZERO_ROW(name, n_in, n_out, run)                                                       \
+    { name, n_in, n_out, 0, 0, 0, {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0, 0, ft__zero_infer, NULL, NULL,   \
+      run, NULL, NULL, NULL, NULL }
+
+static const ft_op ft__zero_rows[] = {
+    FT__ZERO_ROW("zero sum of squares", 1, 1, ft__zero_sumsq_run),
+    FT__ZERO_ROW("zero local scalars", 2, 1, ft__zero_local_run),
+    FT__ZERO_ROW("zero control", 1, 2, ft__zero_control_run),
+    FT__ZERO_ROW("zero loss scale", 1, 1, ft__zero_scale_run),
+    FT__ZERO_ROW("adamw", 2, 3, ft__zero_adamw_run),
+    FT__ZERO_ROW("adamw master", 2, 4, ft__zero_adamw_run)
+};
+
+enum { FT__ROW_SUMSQ = 0, FT__ROW_LOCAL, FT__ROW_CONTROL, FT__ROW_SCALE, FT__ROW_ADAMW,
+       FT__ROW_ADAMW_MASTER, FT__ROWS };
+
+/* ------------------------------------------------------------------------------ >>describe.impl */
+
+FT_API ft_zero_config ft_zero_config_default(void)
+{
+    ft_zero_config config;
+    memset(&config, 0, sizeof config);
+    config.prefetch = 1;
+    config.beta1 = 0.9;
+    config.beta2 = 0.95;
+    config.eps = 1e-8;
+    return config;
+}
+
+static ft_status ft__zero_config_check(const ft_zero_config *c)
+{
+    if (c->stage < 0 || c->stage > 3)
+        return ft_error(FT_ERR_ARG, "ZeRO stage %d: there are 0, 1, 2 and 3", c->stage);
+    if (c->dtype != FT_F32 && c->dtype != FT_BF16)
+        return ft_error(FT_ERR_ARG, "weights are fp32 or bf16, not %s", ft_dtype_name(c->dtype));
+    if (c->prefetch < 0 || c->prefetch > 1024)
+        return ft_error(FT_ERR_ARG, "prefetch %d: 0 to 1024 units", c->prefetch);
+    if (!(c->beta1 >= 0 && c->beta1 < 1 && c->beta2 >= 0 && c->beta2 < 1 && c->eps >= 0))
+        return ft_error(FT_ERR_ARG, "AdamW wants betas in [0, 1) and eps >= 0, not %g %g %g",
+                        c->beta1, c->beta2, c->eps);
+    if (!(c->weight_decay >= 0 && c->grad_clip >= 0))
+        return ft_error(FT_ERR_ARG, "weight decay %g and gradient clip %g must not be negative",
+                        c->weight_decay, c->grad_clip);
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_create(ft_ctx *ctx, const ft_zero_config *config, const ft_mesh *mesh,
+                                ft_zero **out)
+{
+    FT_TRY(ft__zero_config_check(config));
+    ft_zero *z = (ft_zero *)ft_host_alloc(ctx, sizeof *z);
+    if (!z) return FT_ERR_OOM;
+    z->ctx = ctx;
+    z->config = *config;
+    if (z->config.reduce_overlap == FT_DEFAULT) z->config.reduce_overlap = FT_ON;
+    FT_TRY(ft_mesh_group(ctx, mesh, FT_AXIS_DP, "zero gather", &z->gather));
+    FT_TRY(ft_mesh_group(ctx, mesh, FT_AXIS_DP, "zero reduce", &z->reduce));
+    FT_TRY(ft_mesh_group(ctx, mesh, FT_AXIS_DP, "zero scalars", &z->scalars));
+    z->D = ft_group_size(z->gather);
+    z->rank = ft_group_rank(z->gather);
+    z->shards_weights = config->stage == 3 && z->D > 1;
+    z->shards_grads = config->stage >= 2 && z->D > 1;
+    z->compute = ft_stream_get(ctx, FT_STREAM_COMPUTE);
+    z->gather_stream = ft_stream_get(ctx, FT_STREAM_GATHER);
+    z->reduce_stream = ft_stream_get(ctx, FT_STREAM_REDUCE);
+    z->params_end = &z->params;
+    z->spans_end = &z->spans;
+    z->unfreed = -1;
+    for (int i = 0; i < FT__ROWS; i++) FT_TRY(ft_op_register(ctx, &ft__zero_rows[i]));
+    *out = z;
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_unit(ft_zero *zero, const char *name, int *unit)
+{
+    if (zero->committed) return ft_error(FT_ERR_STATE, "unit %s comes after ft_zero_commit", name);
+    if (zero->n_units == zero->cap_units) {
+        int cap = zero->cap_units ? 2 * zero->cap_units : 16;
+        ft__zero_unit *grown = (ft__zero_unit *)ft_host_alloc(zero->ctx,
+                                                              (size_t)cap * sizeof *grown);
+        if (!grown) return FT_ERR_OOM;
+        if (zero->units) memcpy(grown, zero->units, (size_t)zero->n_units * sizeof *grown);
+        ft_host_free(zero->ctx, zero->units);
+        zero->units = grown;
+        zero->cap_units = cap;
+    }
+    ft__zero_unit *u = &zero->units[zero->n_units];
+    memset(u, 0, sizeof *u);
+    strncpy(u->name, name, sizeof u->name - 1);
+    *unit = zero->n_units++;
+    return FT_OK;
+}
+
+/* Views are made before their flat is known in size: the weight's base is filled in at commit. */
+FT_API ft_status ft_zero_param(ft_zero *zero, const char *name, int ndim, const int64_t *shape,
+                               int flags, ft_tensor **param)
+{
+    if (zero->committed || !zero->n_units)
+        return ft_error(FT_ERR_STATE, "parameter %s comes %s", name,
+                        zero->committed ? "after ft_zero_commit" : "before the first ft_zero_unit");
+    size_t bytes = strlen(name) + 1;
+    ft__zero_param *p = (ft__zero_param *)ft_host_alloc(zero->ctx, sizeof *p + bytes);
+    if (!p) return FT_ERR_OOM;
+    FT_TRY(ft_tensor_empty(zero->ctx, &p->weight, zero->config.dtype, ndim, shape));
+    memcpy(p + 1, name, bytes);
+    p->weight->name = (const char *)(p + 1);
+    p->zero = zero;
+    p->unit = zero->n_units - 1;
+    p->flags = flags;
+    p->fresh = 1;
+    ft__zero_flat *flat = &zero->units[p->unit].flat[flags & FT_ZERO_FROZEN ? 1 : 0];
+    p->offset = flat->elems;
+    flat->elems += ft_numel(p->weight);
+    *zero->params_end = p;
+    zero->params_end = &p->next;
+    *param = p->weight;
+    return FT_OK;
+}
+
+static ft_status ft__zero_sink_get(void *user, ft_tensor *param, ft_tensor **grad, int *accumulate);
+static ft_status ft__zero_initialise(ft_zero *zero, ft__zero_param *p, ft_zero_init_fn init,
+                                     void *user);
+
+static ft_tensor *ft__shape1(ft_zero *z, ft_dtype dtype, int64_t n, ft_tag tag, ft_status *status)
+{
+    ft_tensor *t = NULL;
+    if (*status == FT_OK) *status = ft_tensor_create(z->ctx, &t, dtype, 1, &n, tag);
+    return t;
+}
+
+/* Weights: [Z0-Z2] the whole flat on every rank, [Z3] a shard, and a base without storage that the
+   gather fills. */
+static ft_status ft__flat_weights(ft_zero *z, ft__zero_flat *f)
+{
+    ft_status status = FT_OK;
+    f->shard = (f->elems + z->D - 1) / z->D;
+    f->shard = (f->shard + FT__ZERO_ALIGN - 1) / FT__ZERO_ALIGN * FT__ZERO_ALIGN;
+    f->padded = f->shard * z->D;
+    if (z->shards_weights) {
+        FT_TRY(ft_tensor_empty(z->ctx, &f->full, z->config.dtype, 1, &f->padded));
+        f->mine = ft__shape1(z, z->config.dtype, f->shard, FT_TAG_PARAM, &status);
+        return status;
+    }
+    f->full = ft__shape1(z, z->config.dtype, f->padded, FT_TAG_PARAM, &status);
+    FT_TRY(status);
+    return ft_tensor_view(f->full, &f->mine, z->rank * f->shard, 1, &f->shard);
+}
+
+/* Gradients get storage when they are needed; optimizer state has it always: [Z0] of the whole flat,
+   [Z1-Z3] of the shard. */
+static ft_status ft__flat_training(ft_zero *z, ft__zero_flat *f)
+{
+    ft_status status = FT_OK;
+    int64_t n = z->config.stage == 0 ? f->padded : f->shard;
+    FT_TRY(ft_tensor_empty(z->ctx, &f->grad, z->config.dtype, 1, &f->padded));
+    if (z->shards_grads)
+        FT_TRY(ft_tensor_empty(z->ctx, &f->grad_mine, z->config.dtype, 1, &f->shard));
+    else FT_TRY(ft_tensor_view(f->grad, &f->grad_mine, z->rank * f->shard, 1, &f->shard));
+    if (z->config.dtype != FT_F32) f->master = ft__shape1(z, FT_F32, n, FT_TAG_OPTIM, &status);
+    f->m = ft__shape1(z, FT_F32, n, FT_TAG_OPTIM, &status);
+    f->v = ft__shape1(z, FT_F32, n, FT_TAG_OPTIM, &status);
+    FT_TRY(status);
+    FT_TRY(ft_fill(f->m, 0, z->compute));
+    return ft_fill(f->v, 0, z->compute);
+}
+
+static ft_status ft__zero_bind(ft_zero *z, ft__zero_param *p)
+{
+    ft__zero_flat *f = &z->units[p->unit].flat[p->flags & FT_ZERO_FROZEN ? 1 : 0];
+    ft_tensor *w = p->weight;
+    FT_TRY(ft_tensor_bind(w, f->full, p->offset));
+    if (p->flags & FT_ZERO_FROZEN) return FT_OK;
+    FT_TRY(ft_tensor_view(f->grad, &p->grad, p->offset, w->ndim, w->shape));
+    w->requires_grad = 1;
+    w->sink.get = ft__zero_sink_get;
+    w->sink.user = p;
+    return FT_OK;
+}
+
+/* What the optimizer updates in one launch: the part of [first, first + n) of the flat that lies in
+   [a, b), as views of this rank's buffers. `n` elements of m, v start at `first`. */
+static ft_status ft__zero_span_add(ft_zero *z, ft__zero_flat *f, int64_t a, int64_t b, double decay)
+{
+    int whole = z->config.stage == 0;
+    int64_t first = whole ? 0 : z->rank * f->shard, last = first + (whole ? f->padded : f->shard);
+    if (a < first) a = first;
+    if (b > last) b = last;
+    if (a >= b) return FT_OK;
+    ft__zero_span *s = (ft__zero_span *)ft_host_alloc(z->ctx, sizeof *s);
+    if (!s) return FT_ERR_OOM;
+    int64_t n = b - a, at = a - first;
+    s->decay = decay;
+    FT_TRY(ft_tensor_view(whole ? f->full : f->mine, &s->weight, at, 1, &n));
+    FT_TRY(ft_tensor_view(whole ? f->grad : f->grad_mine, &s->grad, at, 1, &n));
+    if (f->master) FT_TRY(ft_tensor_view(f->master, &s->master, at, 1, &n));
+    FT_TRY(ft_tensor_view(f->m, &s->m, at, 1, &n));
+    FT_TRY(ft_tensor_view(f->v, &s->v, at, 1, &n));
+    *z->spans_end = s;
+    z->spans_end = &s->next;
+    return FT_OK;
+}
+
+/* [O1] Decay holds per parameter, also where a shard boundary cuts one: neighbours of equal decay
+   make one span, and a span is cut at the shard's ends, never the other way round. */
+static ft_status ft__zero_make_spans(ft_zero *z)
+{
+    const ft__zero_param *p = z->params;
+    while (p) {
+        if (p->flags & FT_ZERO_FROZEN) {
+            p = p->next;
+            continue;
+        }
+        int64_t a = p->offset, b = a;
+        int unit = p->unit, decayed = p->flags & FT_ZERO_DECAY;
+        for (; p && p->unit == unit && (p->flags & FT_ZERO_DECAY) == decayed; p = p->next)
+            if (!(p->flags & FT_ZERO_FROZEN)) b = p->offset + ft_numel(p->weight);
+        FT_TRY(ft__zero_span_add(z, &z->units[unit].flat[0], a, b,
+                            decayed ? z->config.weight_decay : 0.0));
+    }
+    return FT_OK;
+}
+
+static ft_status ft__zero_scalars(ft_zero *z)
+{
+    ft_status status = FT_OK;
+    z->counts = ft__shape1(z, FT_I32, 1, FT_TAG_OTHER, &status);
+    z->all_counts = ft__shape1(z, FT_I32, z->D, FT_TAG_OTHER, &status);
+    z->scale = ft__shape1(z, FT_F32, 1, FT_TAG_OTHER, &status);
+    z->partial = ft__shape1(z, FT_F32, z->n_units, FT_TAG_OTHER, &status);
+    z->local = ft__shape1(z, FT_F32, 2, FT_TAG_OTHER, &status);
+    z->all = ft__shape1(z, FT_F32, 2 * z->D, FT_TAG_OTHER, &status);
+    z->loss = ft__shape1(z, FT_F32, 1, FT_TAG_OTHER, &status);
+    z->control = ft__shape1(z, FT_F32, FT__CONTROL, FT_TAG_OTHER, &status);
+    z->updates = ft__shape1(z, FT_I32, 2, FT_TAG_OTHER, &status);
+    FT_TRY(status);
+    FT_TRY(ft_fill(z->partial, 0, z->compute));
+    FT_TRY(ft_fill(z->control, 0, z->compute));
+    return ft_fill(z->updates, 0, z->compute);
+}
+
+static uint64_t ft__zero_mix(uint64_t hash, uint64_t value)
+{
+    return (hash ^ value) * 1099511628211u;
+}
+
+/* A number that differs where ranks describe different models or options. */
+static uint64_t ft__zero_description(const ft_zero *z)
+{
+    uint64_t hash = 1469598103934665603u;
+    hash = ft__zero_mix(hash, (uint64_t)z->config.stage);
+    hash = ft__zero_mix(hash, (uint64_t)z->config.dtype);
+    hash = ft__zero_mix(hash, (uint64_t)z->config.prefetch);
+    hash = ft__zero_mix(hash, (uint64_t)z->config.reduce_overlap);
+    hash = ft__zero_mix(hash, (uint64_t)z->n_units);
+    for (const ft__zero_param *p = z->params; p; p = p->next) {
+        hash = ft__zero_mix(ft__zero_mix(hash, (uint64_t)p->unit), (uint64_t)p->flags);
+        hash = ft__zero_mix(hash, (uint64_t)ft_numel(p->weight));
+    }
+    return hash;
+}
+
+FT_API ft_status ft_zero_commit(ft_zero *zero, ft_zero_init_fn init, void *user)
+{
+    if (zero->committed || !zero->params)
+        return ft_error(FT_ERR_STATE, "ft_zero_commit: %s", zero->committed ? "done already" :
+                        "no parameters were added");
+    FT_TRY(ft_agree(zero->scalars, "the description of units and ZeRO options",
+                    ft__zero_description(zero)));
+    for (int u = 0; u < zero->n_units; u++)
+        for (int k = 0; k < 2; k++) {
+            ft__zero_flat *f = &zero->units[u].flat[k];
+            if (!f->elems) continue;
+            FT_TRY(ft__flat_weights(zero, f));
+            if (k == 0) FT_TRY(ft__flat_training(zero, f));
+        }
+    for (ft__zero_param *p = zero->params; p; p = p->next) FT_TRY(ft__zero_bind(zero, p));
+    FT_TRY(ft__zero_make_spans(zero));
+    FT_TRY(ft__zero_scalars(zero));
+    zero->committed = 1;
+    for (int u = 0; u < zero->n_units; u++) zero->units[u].resident = !zero->shards_weights;
+    for (ft__zero_param *p = zero->params; p && init; p = p->next)
+        FT_TRY(ft__zero_initialise(zero, p, init, user));
+    zero->weights_ready = ft_event_record(zero->compute);
+    return FT_OK;
+}
+
+/* ------------------------------------------------------------------------------ >>weights.impl */
+
+static ft__zero_param *ft__zero_find(ft_zero *z, const ft_tensor *param)
+{
+    for (ft__zero_param *p = z->params; p; p = p->next)
+        if (p->weight == param) return p;
+    return NULL;
+}
+
+static ft_status ft__zero_range(ft_zero *z, const ft_tensor *param, int64_t first, int64_t n,
+                                ft__zero_param **out)
+{
+    *out = ft__zero_find(z, param);
+    if (!*out || !z->committed)
+        return ft_error(FT_ERR_ARG, "%s is not a parameter of this ft_zero, or it is not committed",
+                        param->name ? param->name : "the tensor");
+    if (first < 0 || n < 1 || n > ft_numel(param) - first)
+        return ft_error(FT_ERR_ARG, "%s has %lld elements, not %lld from %lld on", param->name,
+                        (long long)ft_numel(param), (long long)n, (long long)first);
+    return FT_OK;
+}
+
+/* to[at..] = from[n], through a view of `to` (or the other way round): fp32 <-> the dtype. */
+static ft_status ft__copy_part(ft_zero *z, ft_tensor *flat, int64_t at, int64_t n, ft_tensor *part,
+                               int into_flat)
+{
+    ft_tensor *view;
+    FT_TRY(ft_tensor_view(flat, &view, at, 1, &n));
+    ft_status status = into_flat ? ft_copy(view, part, z->compute)
+                                 : ft_copy(part, view, z->compute);
+    ft_tensor_free(view);
+    return status;
+}
+
+/* [first, first + n) of a flat, as far as a buffer that starts at element `start` and holds `len`
+   has it: the common part, relative to both. */
+static int64_t ft__zero_common(int64_t first, int64_t n, int64_t start, int64_t len, int64_t *in_part,
+                           int64_t *in_buffer)
+{
+    int64_t a = first > start ? first : start;
+    int64_t b = first + n < start + len ? first + n : start + len;
+    *in_part = a - first;
+    *in_buffer = a - start;
+    return b - a;
+}
+
+/* Stores fp32 values (device tensor `part`, elements first..first+n of flat f) wherever this rank
+   keeps them: weights, and the master if there is one. */
+static ft_status ft__flat_store(ft_zero *z, ft__zero_flat *f, int64_t first, ft_tensor *part)
+{
+    ft_tensor *to[2];
+    int64_t start[2], len[2], n = ft_numel(part);
+    to[0] = z->shards_weights ? f->mine : f->full;
+    start[0] = z->shards_weights ? z->rank * f->shard : 0;
+    to[1] = f->master;
+    start[1] = z->config.stage == 0 ? 0 : z->rank * f->shard;
+    for (int k = 0; k < 2; k++) {
+        int64_t in_part, in_buffer;
+        if (!to[k]) continue;
+        len[k] = ft_numel(to[k]);
+        int64_t common = ft__zero_common(first, n, start[k], len[k], &in_part, &in_buffer);
+        if (common < 1) continue;
+        ft_tensor *source;
+        FT_TRY(ft_tensor_view(part, &source, in_part, 1, &common));
+        FT_TRY(ft__copy_part(z, to[k], in_buffer, common, source, 1));
+        ft_tensor_free(source);
+    }
+    z->weights_ready = ft_event_record(z->compute);
+    return FT_OK;
+}
+
+#define FT__CHUNK_ELEMS (1 << 18) /* weights pass through host and comm buffers in such pieces */
+
+FT_API ft_status ft_zero_import(ft_zero *zero, ft_tensor *param, int64_t first, int64_t n,
+                                const float *values)
+{
+    ft__zero_param *p;
+    FT_TRY(ft__zero_range(zero, param, first, n, &p));
+    ft__zero_flat *f = &zero->units[p->unit].flat[p->flags & FT_ZERO_FROZEN ? 1 : 0];
+    for (int64_t at = 0; at < n; at += FT__CHUNK_ELEMS) {
+        int64_t piece = n - at < FT__CHUNK_ELEMS ? n - at : FT__CHUNK_ELEMS;
+        ft_tensor *part;
+        FT_TRY(ft_tensor_create(zero->ctx, &part, FT_F32, 1, &piece, FT_TAG_COMM));
+        FT_TRY(ft_upload(part, values + at));
+        FT_TRY(ft__flat_store(zero, f, p->offset + first + at, part));
+        ft_tensor_free(part);
+    }
+    return FT_OK;
+}
+
+/* Initial values: only what this rank keeps is asked for. */
+static ft_status ft__zero_initialise(ft_zero *zero, ft__zero_param *p, ft_zero_init_fn init,
+                                     void *user)
+{
+    int64_t n = ft_numel(p->weight), at = 0, end = n, in_buffer;
+    ft__zero_flat *f = &zero->units[p->unit].flat[p->flags & FT_ZERO_FROZEN ? 1 : 0];
+    if (zero->shards_weights) {
+        int64_t common = ft__zero_common(p->offset, n, zero->rank * f->shard, f->shard, &at,
+                                     &in_buffer);
+        end = at + common;
+    }
+    float *values = (float *)ft_host_alloc(zero->ctx, FT__CHUNK_ELEMS * sizeof *values);
+    if (!values) return FT_ERR_OOM;
+    for (; at < end; at += FT__CHUNK_ELEMS) {
+        int64_t piece = end - at < FT__CHUNK_ELEMS ? end - at : FT__CHUNK_ELEMS;
+        if (ft_ctx_device(zero->ctx) != FT_META)
+            FT_TRY(init(user, p->weight->name, at, piece, values));
+        FT_TRY(ft_zero_import(zero, p->weight, at, piece, values));
+    }
+    ft_host_free(zero->ctx, values);
+    return FT_OK;
+}
+
+/* values[n] on every rank. Whoever has a part of the range puts it into a buffer of the range's size
+   and broadcasts it: n (D-1) elements travel, and no rank ever holds a whole unit for it. */
+static ft_status ft__zero_collect(ft_zero *z, ft_tensor *whole, ft_tensor *mine, int64_t shard,
+                                  int64_t first, int64_t n, float *values)
+{
+    ft_tensor *part;
+    FT_TRY(ft_tensor_create(z->ctx, &part, FT_F32, 1, &n, FT_TAG_COMM));
+    if (whole) FT_TRY(ft__copy_part(z, whole, first, n, part, 0));
+    for (int r = 0; r < z->D && !whole; r++) {
+        int64_t in_part, in_shard;
+        int64_t common = ft__zero_common(first, n, r * shard, shard, &in_part, &in_shard);
+        ft_tensor *piece;
+        if (common < 1) continue;
+        FT_TRY(ft_tensor_view(part, &piece, in_part, 1, &common));
+        if (r == z->rank) FT_TRY(ft__copy_part(z, mine, in_shard, common, piece, 0));
+        FT_TRY(ft_broadcast(z->scalars, z->compute, piece, r));
+        ft_tensor_free(piece);
+    }
+    if (values) FT_TRY(ft_download(part, values));
+    ft_tensor_free(part);
+    return FT_OK;
+}
+
+static ft_status ft__zero_collect_all(ft_zero *z, ft_tensor *whole, ft_tensor *mine, int64_t shard,
+                                      int64_t first, int64_t n, float *values)
+{
+    for (int64_t at = 0; at < n; at += FT__CHUNK_ELEMS) {
+        int64_t piece = n - at < FT__CHUNK_ELEMS ? n - at : FT__CHUNK_ELEMS;
+        FT_TRY(ft__zero_collect(z, whole, mine, shard, first + at, piece,
+                                values ? values + at : NULL));
+    }
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_export(ft_zero *zero, ft_tensor *param, int64_t first, int64_t n,
+                                float *values)
+{
+    ft__zero_param *p;
+    FT_TRY(ft__zero_range(zero, param, first, n, &p));
+    ft__zero_unit *u = &zero->units[p->unit];
+    ft__zero_flat *f = &u->flat[p->flags & FT_ZERO_FROZEN ? 1 : 0];
+    FT_TRY(ft_stream_wait(zero->compute, u->gather_done)); /* [E2] the stage 1, 2 gather */
+    ft_tensor *whole = f->master ? NULL : zero->shards_weights ? NULL : f->full;
+    if (f->master && zero->config.stage == 0) whole = f->master;
+    return ft__zero_collect_all(zero, whole, f->master ? f->master : f->mine, f->shard,
+                                p->offset + first, n, values);
+}
+
+FT_API ft_status ft_zero_export_grad(ft_zero *zero, ft_tensor *param, int64_t first, int64_t n,
+                                     float *values)
+{
+    ft__zero_param *p;
+    FT_TRY(ft__zero_range(zero, param, first, n, &p));
+    if (p->flags & FT_ZERO_FROZEN)
+        return ft_error(FT_ERR_STATE, "%s is frozen: it has no gradient", param->name);
+    ft__zero_unit *u = &zero->units[p->unit];
+    ft_tensor *shard;
+    FT_TRY(ft_zero_get_shard(zero, p->unit, &shard));
+    FT_TRY(ft_stream_wait(zero->compute, u->reduce_done)); /* [E4] */
+    ft_tensor *whole = zero->config.stage == 0 ? u->flat[0].grad : NULL;
+    return ft__zero_collect_all(zero, whole, shard, u->flat[0].shard, p->offset + first, n, values);
+}
+
+/* -------------------------------------------------------------------------------- >>verbs.impl */
+
+static ft_status ft__unit_check(ft_zero *z, int unit, const char *verb)
+{
+    if (!z->committed) return ft_error(FT_ERR_STATE, "%s before ft_zero_commit", verb);
+    if (unit < 0 || unit >= z->n_units)
+        return ft_error(FT_ERR_ARG, "%s: unit %d of %d", verb, unit, z->n_units);
+    return FT_OK;
+}
+
+/* [Z3.1] Starts the all-gather of a unit that is not here. The gather stream first waits for the last
+   change of this rank's weights [E1]; nobody waits for the gather yet. */
+static ft_status ft__unit_fetch(ft_zero *z, int unit)
+{
+    ft__zero_unit *u = &z->units[unit];
+    if (u->resident) return FT_OK;
+    FT_TRY(ft_stream_wait(z->gather_stream, z->weights_ready)); /* [E1] */
+    for (int k = 0; k < 2; k++) {
+        ft__zero_flat *f = &u->flat[k];
+        if (!f->elems) continue;
+        FT_TRY(ft_tensor_attach(f->full, FT_TAG_GATHER, z->gather_stream));
+        FT_TRY(ft_all_gather(z->gather, z->gather_stream, f->mine, f->full));
+    }
+    u->gather_done = ft_event_record(z->gather_stream);
+    u->resident = 1;
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_gather(ft_zero *zero, int unit)
+{
+    FT_TRY(ft__unit_check(zero, unit, "ft_zero_gather"));
+    FT_TRY(ft__unit_fetch(zero, unit));
+    FT_TRY(ft_stream_wait(zero->compute, zero->units[unit].gather_done)); /* [E2] */
+    zero->units[unit].gathered++;
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_get(ft_zero *zero, ft_tensor *param)
+{
+    ft__zero_param *p = ft__zero_find(zero, param);
+    if (!p) return ft_error(FT_ERR_ARG, "ft_zero_get: not a parameter of this ft_zero");
+    if (zero->units[p->unit].gathered < 1)
+        return ft_error(FT_ERR_STATE, "%s: its unit %s is not gathered; call ft_zero_gather first",
+                        param->name, zero->units[p->unit].name);
+    return FT_OK;
+}
+
+/* Gives the gathered weights back, after the compute that is queued now. */
+static ft_status ft__unit_evict(ft_zero *z, int unit)
+{
+    ft__zero_unit *u = &z->units[unit];
+    if (!z->shards_weights || !u->resident) return FT_OK;
+    for (int k = 0; k < 2; k++)
+        if (u->flat[k].elems) FT_TRY(ft_tensor_detach(u->flat[k].full, z->compute));
+    u->resident = 0;
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_release(ft_zero *zero, int unit)
+{
+    FT_TRY(ft__unit_check(zero, unit, "ft_zero_release"));
+    ft__zero_unit *u = &zero->units[unit];
+    if (u->gathered < 1)
+        return ft_error(FT_ERR_STATE, "unit %s is released but not gathered", u->name);
+    if (--u->gathered > 0) return FT_OK;
+    return ft__unit_evict(zero, unit);
+}
+
+/* Frees the full gradients of a unit whose reduction is queued: compute waits for it first [E4]. */
+static ft_status ft__unit_free_grad(ft_zero *z, int unit)
+{
+    ft__zero_unit *u = &z->units[unit];
+    FT_TRY(ft_stream_wait(z->compute, u->reduce_done)); /* [E4] */
+    return ft_tensor_detach(u->flat[0].grad, z->compute);
+}
+
+FT_API ft_status ft_zero_get_full(ft_zero *zero, int unit)
+{
+    FT_TRY(ft__unit_check(zero, unit, "ft_zero_get_full"));
+    ft__zero_unit *u = &zero->units[unit];
+    if (!u->flat[0].elems)
+        return ft_error(FT_ERR_STATE, "unit %s is frozen: it has no gradients", u->name);
+    if (!zero->in_step)
+        return ft_error(FT_ERR_STATE, "gradients of unit %s outside ft_zero_step_begin and _end",
+                        u->name);
+    if (zero->unfreed == unit) { /* the last micro-batch's, whose reduction may still run */
+        zero->unfreed = -1;
+        FT_TRY(ft__unit_free_grad(zero, unit));
+    }
+    if (ft_tensor_present(u->flat[0].grad)) return FT_OK;
+    if (u->reduced && !zero->shards_grads)
+        return ft_error(FT_ERR_STATE, "unit %s was reduced already in this step of %d micro-batches",
+                        u->name, zero->micro_batches);
+    for (ft__zero_param *p = zero->params; p; p = p->next)
+        if (p->unit == unit) p->fresh = 1;
+    return ft_tensor_attach(u->flat[0].grad, FT_TAG_GRAD, zero->compute);
+}
+
+/* [G1] The first contribution overwrites, later ones add: no pass to zero the buffer. */
+static ft_status ft__zero_sink_get(void *user, ft_tensor *param, ft_tensor **grad, int *accumulate)
+{
+    ft__zero_param *p = (ft__zero_param *)user;
+    (void)param;
+    FT_TRY(ft_zero_get_full(p->zero, p->unit));
+    *grad = p->grad;
+    *accumulate = !p->fresh;
+    p->fresh = 0;
+    return FT_OK;
+}
+
+/* [G2] Who got no contribution is zero at the reduction, never stale. */
+static ft_status ft__unit_settle_fresh(ft_zero *z, int unit)
+{
+    for (ft__zero_param *p = z->params; p; p = p->next) {
+        if (p->unit != unit || !p->fresh || !p->grad) continue;
+        FT_TRY(ft_fill(p->grad, 0, z->compute));
+        p->fresh = 0;
+    }
+    return FT_OK;
+}
+
+/* [Z2.1] The unit's gradients go into this rank's shard: the first micro-batch's straight, later ones
+   through a buffer of the shard's size and an addition. */
+static ft_status ft__reduce_into_shard(ft_zero *z, ft__zero_unit *u)
+{
+    ft__zero_flat *f = &u->flat[0];
+    if (!ft_tensor_present(f->grad_mine)) {
+        FT_TRY(ft_tensor_attach(f->grad_mine, FT_TAG_GRAD, z->reduce_stream));
+        return ft_reduce_scatter(z->reduce, z->reduce_stream, f->grad, f->grad_mine);
+    }
+    ft_tensor *part;
+    FT_TRY(ft_tensor_empty(z->ctx, &part, f->grad->dtype, 1, &f->shard));
+    FT_TRY(ft_tensor_attach(part, FT_TAG_COMM, z->reduce_stream));
+    FT_TRY(ft_reduce_scatter(z->reduce, z->reduce_stream, f->grad, part));
+    FT_TRY(ft_accumulate(f->grad_mine, part, z->reduce_stream));
+    FT_TRY(ft_tensor_detach(part, z->reduce_stream));
+    ft_tensor_free(part);
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_reduce(ft_zero *zero, int unit)
+{
+    FT_TRY(ft__unit_check(zero, unit, "ft_zero_reduce"));
+    ft__zero_unit *u = &zero->units[unit];
+    FT_TRY(ft_zero_get_full(zero, unit));
+    FT_TRY(ft__unit_settle_fresh(zero, unit));
+    FT_TRY(ft_stream_wait(zero->reduce_stream, ft_event_record(zero->compute))); /* [E3] */
+    if (zero->shards_grads) FT_TRY(ft__reduce_into_shard(zero, u));
+    else if (zero->D > 1)
+        FT_TRY(ft_reduce_scatter(zero->reduce, zero->reduce_stream, u->flat[0].grad,
+                                 u->flat[0].grad_mine));
+    if (zero->config.stage == 0 && zero->D > 1) /* [Z0.1] everyone updates everything */
+        FT_TRY(ft_all_gather(zero->reduce, zero->reduce_stream, u->flat[0].grad_mine,
+                             u->flat[0].grad));
+    u->reduce_done = ft_event_record(zero->reduce_stream);
+    u->reduced++;
+    if (zero->config.reduce_overlap == FT_OFF)
+        FT_TRY(ft_stream_wait(zero->compute, u->reduce_done)); /* [E4] at once */
+    if (!zero->shards_grads) return FT_OK;
+    /* [Z2.2] With overlap the buffer stays until the next unit's reduction is queued. */
+    int before = zero->unfreed;
+    zero->unfreed = zero->config.reduce_overlap == FT_OFF ? -1 : unit;
+    if (zero->config.reduce_overlap == FT_OFF) return ft__unit_free_grad(zero, unit);
+    return before >= 0 ? ft__unit_free_grad(zero, before) : FT_OK;
+}
+
+FT_API ft_status ft_zero_get_shard(ft_zero *zero, int unit, ft_tensor **shard)
+{
+    FT_TRY(ft__unit_check(zero, unit, "ft_zero_get_shard"));
+    if (!zero->units[unit].reduced || !ft_tensor_present(zero->units[unit].flat[0].grad_mine))
+        return ft_error(FT_ERR_STATE, "unit %s has no reduced gradient: it is there from the last "
+                        "backward of a step to its ft_zero_step_end", zero->units[unit].name);
+    *shard = zero->units[unit].flat[0].grad_mine;
+    return FT_OK;
+}
+
+/* ------------------------------------------------------------------------------ >>regions.impl */
+
+/* How many backwards and replays to come will read the unit's weights, on all tapes. */
+static int ft__unit_need(const ft__zero_unit *u)
+{
+    int need = 0;
+    for (int k = 0; k < 2; k++)
+        if (u->flat[k].elems) need += ft_tensor_need(u->flat[k].full);
+    return need;
+}
+
+/* [Z3.2] In forward the units to come are the next ones in order. */
+static ft_status ft__prefetch_forward(ft_zero *z, int unit)
+{
+    if (!z->shards_weights) return FT_OK;
+    for (int i = 1; i <= z->config.prefetch && unit + i < z->n_units; i++)
+        FT_TRY(ft__unit_fetch(z, unit + i));
+    return FT_OK;
+}
+
+/* [Z3.3] In backward they are those of the regions before this one that read weights. */
+static ft_status ft__prefetch_backward(ft_zero *z, const ft__region *region)
+{
+    int ahead = z->config.prefetch;
+    if (!z->shards_weights) return FT_OK;
+    for (const ft__region *r = region->older; r && ahead > 0; r = r->older) {
+        if (r->tape != region->tape || !r->reads || r->keep) continue;
+        FT_TRY(ft__unit_fetch(z, r->unit));
+        ahead--;
+    }
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_enter(ft_zero *zero, int unit, int flags)
+{
+    FT_TRY(ft__unit_check(zero, unit, "ft_zero_enter"));
+    if (zero->n_open == 8)
+        return ft_error(FT_ERR_STATE, "unit %s would be the ninth entered at once",
+                        zero->units[unit].name);
+    FT_TRY(ft_zero_gather(zero, unit));
+    if (!(flags & FT_ZERO_KEEP)) FT_TRY(ft__prefetch_forward(zero, unit));
+    zero->open[zero->n_open] = unit;
+    zero->open_region[zero->n_open] = NULL;
+    if (ft_tape_current(zero->ctx)) {
+        ft__region *r = (ft__region *)ft_host_alloc(zero->ctx, sizeof *r);
+        if (!r) return FT_ERR_OOM;
+        r->zero = zero;
+        r->tape = ft_tape_current(zero->ctx);
+        r->unit = unit;
+        r->keep = flags & FT_ZERO_KEEP;
+        r->need_before = ft__unit_need(&zero->units[unit]);
+        FT_TRY(ft_tape_mark(zero->ctx, ft__region_passed, r));
+        zero->open_region[zero->n_open] = r;
+    }
+    zero->n_open++;
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_leave(ft_zero *zero, int unit)
+{
+    FT_TRY(ft__unit_check(zero, unit, "ft_zero_leave"));
+    if (!zero->n_open || zero->open[zero->n_open - 1] != unit)
+        return ft_error(FT_ERR_STATE, "unit %s is left, but the last one entered is %s",
+                        zero->units[unit].name, zero->n_open ?
+                        zero->units[zero->open[zero->n_open - 1]].name : "none");
+    ft__region *r = zero->open_region[--zero->n_open];
+    if (r) {
+        r->reads = ft__unit_need(&zero->units[unit]) > r->need_before;
+        r->older = zero->regions;
+        zero->regions = r;
+        FT_TRY(ft_tape_mark(zero->ctx, ft__region_reached, r));
+        if (r->keep) return FT_OK; /* [Z3.4] the backward that follows takes it over */
+    }
+    return ft_zero_release(zero, unit);
+}
+
+/* Backward comes to the end of the region, from later ops. */
+static ft_status ft__region_reached(ft_ctx *ctx, void *user)
+{
+    ft__region *r = (ft__region *)user;
+    (void)ctx;
+    if (r->reads && !r->keep) FT_TRY(ft_zero_gather(r->zero, r->unit));
+    return ft__prefetch_backward(r->zero, r);
+}
+
+/* Backward leaves the region. The unit's backward is over when no other region of it waits on this
+   tape; then its gradients are reduced: [Z2, Z3] each time, [Z0, Z1] after the last micro-batch. */
+static ft_status ft__region_passed(ft_ctx *ctx, void *user)
+{
+    ft__region *r = (ft__region *)user, **link = &r->zero->regions;
+    ft_zero *z = r->zero;
+    int unit = r->unit, waiting = 0;
+    if (r->reads || r->keep) FT_TRY(ft_zero_release(z, unit));
+    while (*link && *link != r) link = &(*link)->older;
+    if (*link) *link = r->older;
+    for (ft__region *other = z->regions; other; other = other->older)
+        waiting |= other->tape == r->tape && other->unit == unit;
+    ft_host_free(ctx, r);
+    if (waiting || !z->units[unit].flat[0].elems) return FT_OK;
+    if (!z->in_step || z->units[unit].backwards == z->micro_batches)
+        return ft_error(FT_ERR_STATE, "unit %s: more backwards than the %d micro-batches announced "
+                        "to ft_zero_step_begin", z->units[unit].name, z->micro_batches);
+    z->units[unit].backwards++;
+    if (!z->shards_grads && z->units[unit].backwards < z->micro_batches) return FT_OK;
+    return ft_zero_reduce(z, unit);
+}
+
+/* ---------------------------------------------------------------------------------- >>step.impl */
+
+/* Regions whose tape was reset without a backward: what they keep gathered is given back. */
+static ft_status ft__regions_abandon(ft_zero *z)
+{
+    while (z->regions) {
+        ft__region *r = z->regions;
+        z->regions = r->older;
+        if (r->keep) FT_TRY(ft_zero_release(z, r->unit));
+        ft_host_free(z->ctx, r);
+    }
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_step_begin(ft_zero *zero, int micro_batches, int64_t counted_tokens,
+                                    ft_tensor **scale)
+{
+    if (!zero->committed || zero->in_step)
+        return ft_error(FT_ERR_STATE, "ft_zero_step_begin: %s", zero->in_step ?
+                        "a step is open already" : "call ft_zero_commit first");
+    if (micro_batches < 1 || counted_tokens < 0 || counted_tokens > INT32_MAX)
+        return ft_error(FT_ERR_ARG, "a step of %d micro-batches and %lld counted tokens",
+                        micro_batches, (long long)counted_tokens);
+    FT_TRY(ft__regions_abandon(zero));
+    zero->in_step = 1;
+    zero->micro_batches = micro_batches;
+    for (int u = 0; u < zero->n_units; u++)
+        zero->units[u].backwards = zero->units[u].reduced = 0;
+    int32_t count = (int32_t)counted_tokens;
+    FT_TRY(ft_upload(zero->counts, &count));
+    FT_TRY(ft_all_gather(zero->scalars, zero->compute, zero->counts, zero->all_counts));
+    FT_TRY(ft_fill(zero->loss, 0, zero->compute));
+    if (scale) *scale = zero->scale;
+    return ft_op_run(zero->compute, &ft__zero_rows[FT__ROW_SCALE], &zero->all_counts, &zero->scale,
+                     NULL);
+}
+
+FT_API ft_status ft_zero_add_loss(ft_zero *zero, ft_tensor *loss)
+{
+    if (!zero->in_step)
+        return ft_error(FT_ERR_STATE, "ft_zero_add_loss outside ft_zero_step_begin and _end");
+    return ft_accumulate(zero->loss, loss, zero->compute);
+}
+
+/* Reduces what no backward reduced (a unit without ops in this step has zero gradients, on every
+   rank alike), then lets compute wait for all reductions and unused gathers. */
+static ft_status ft__step_settle(ft_zero *z)
+{
+    for (int u = 0; u < z->n_units; u++)
+        if (z->units[u].flat[0].elems && !z->units[u].reduced) FT_TRY(ft_zero_reduce(z, u));
+    if (z->unfreed >= 0) FT_TRY(ft__unit_free_grad(z, z->unfreed));
+    z->unfreed = -1;
+    for (int u = 0; u < z->n_units; u++) {
+        FT_TRY(ft_stream_wait(z->compute, z->units[u].reduce_done)); /* [E4] */
+        FT_TRY(ft_stream_wait(z->compute, z->units[u].gather_done)); /* [E5] peers read mine */
+        if (z->units[u].gathered)
+            return ft_error(FT_ERR_STATE, "unit %s is still gathered at the end of the step",
+                            z->units[u].name);
+        FT_TRY(ft__unit_evict(z, u)); /* fetched ahead, never used */
+    }
+    return FT_OK;
+}
+
+/* [N1] The global norm. Each rank sums over (unit, own shard) in the order of units, padding left
+   out; the ranks' sums are added in rank order. The same numbers in every stage. */
+static ft_status ft__step_norm(ft_zero *z)
+{
+    ft_tensor *in[2], *out[2];
+    ft_attr attr;
+    memset(&attr, 0, sizeof attr);
+    for (int u = 0; u < z->n_units; u++) {
+        ft__zero_flat *f = &z->units[u].flat[0];
+        int64_t valid = f->elems - z->rank * f->shard;
+        if (valid > f->shard) valid = f->shard;
+        if (!f->elems || valid < 1) continue; /* nothing but padding here: partial stays 0 */
+        attr.i[0] = u;
+        attr.i[1] = valid;
+        FT_TRY(ft_op_run(z->compute, &ft__zero_rows[FT__ROW_SUMSQ], &f->grad_mine, &z->partial,
+                         &attr));
+    }
+    in[0] = z->partial;
+    in[1] = z->loss;
+    FT_TRY(ft_op_run(z->compute, &ft__zero_rows[FT__ROW_LOCAL], in, &z->local, NULL));
+    FT_TRY(ft_all_gather(z->scalars, z->compute, z->local, z->all));
+    attr.f[0] = z->config.grad_clip;
+    attr.f[1] = z->config.beta1;
+    attr.f[2] = z->config.beta2;
+    out[0] = z->control;
+    out[1] = z->updates;
+    return ft_op_run(z->compute, &ft__zero_rows[FT__ROW_CONTROL], &z->all, out, &attr);
+}
+
+static ft_status ft__step_update(ft_zero *z, double lr)
+{
+    for (ft__zero_span *s = z->spans; s; s = s->next) {
+        ft_tensor *in[2], *out[4];
+        ft_attr attr;
+        memset(&attr, 0, sizeof attr);
+        attr.f[0] = lr;
+        attr.f[1] = s->decay;
+        attr.user = &z->config;
+        in[0] = s->grad;
+        in[1] = z->control;
+        out[0] = s->weight;
+        out[1] = s->m;
+        out[2] = s->v;
+        out[3] = s->master;
+        FT_TRY(ft_op_run(z->compute, &ft__zero_rows[s->master ? FT__ROW_ADAMW_MASTER
+                                                              : FT__ROW_ADAMW], in, out, &attr));
+    }
+    z->weights_ready = ft_event_record(z->compute);
+    return FT_OK;
+}
+
+/* Gradients end here. [Z1.1, Z2.3] The updated shards are gathered into the weights, unit by unit, so
+   that the next forward starts when its first unit is there. */
+static ft_status ft__step_finish(ft_zero *z)
+{
+    int gathers = z->D > 1 && (z->config.stage == 1 || z->config.stage == 2);
+    for (int u = 0; u < z->n_units; u++) {
+        ft__zero_flat *f = &z->units[u].flat[0];
+        if (!f->elems) continue;
+        if (ft_tensor_present(f->grad)) FT_TRY(ft_tensor_detach(f->grad, z->compute));
+        if (z->shards_grads) FT_TRY(ft_tensor_detach(f->grad_mine, z->compute));
+    }
+    if (gathers) FT_TRY(ft_stream_wait(z->gather_stream, z->weights_ready)); /* [E1] */
+    for (int u = 0; u < z->n_units && gathers; u++) {
+        ft__zero_flat *f = &z->units[u].flat[0];
+        if (!f->elems) continue;
+        FT_TRY(ft_all_gather(z->gather, z->gather_stream, f->mine, f->full));
+        z->units[u].gather_done = ft_event_record(z->gather_stream);
+    }
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_step_end(ft_zero *zero, double lr)
+{
+    if (!zero->in_step) return ft_error(FT_ERR_STATE, "ft_zero_step_end without a step");
+    if (zero->regions || zero->n_open)
+        return ft_error(FT_ERR_STATE, "ft_zero_step_end while a forward still waits for its "
+                        "backward (unit %s)", zero->units[zero->n_open ?
+                        zero->open[0] : zero->regions->unit].name);
+    FT_TRY(ft__step_settle(zero));
+    FT_TRY(ft__step_norm(zero));
+    FT_TRY(ft__step_update(zero, lr));
+    zero->in_step = 0;
+    return ft__step_finish(zero);
+}
+
+FT_API ft_status ft_zero_report_get(ft_zero *zero, ft_zero_report *report)
+{
+    float control[FT__CONTROL];
+    int32_t updates[2];
+    FT_TRY(ft_download(zero->control, control));
+    FT_TRY(ft_download(zero->updates, updates));
+    report->loss = (double)control[FT__LOSS];
+    report->grad_norm = (double)control[FT__NORM];
+    report->updates = updates[0];
+    report->skipped = updates[1];
+    return FT_OK;
+}
+
+/* ------------------------------------------------------------------------------- >>formula.impl */
+
+static size_t ft__unit_full_bytes(const ft_zero *z, int unit)
+{
+    size_t bytes = 0, e = ft_dtype_bytes(z->config.dtype);
+    if (unit < 0 || unit >= z->n_units) return 0;
+    for (int k = 0; k < 2; k++)
+        bytes += ft_accounted_bytes((size_t)z->units[unit].flat[k].padded * e);
+    return bytes;
+}
+
+static int64_t ft__unit_wire(const ft_zero *z, int unit)
+{
+    const ft__zero_unit *u = &z->units[unit];
+    return (u->flat[0].shard + u->flat[1].shard) * (z->D - 1) *
+           (int64_t)ft_dtype_bytes(z->config.dtype);
+}
+
+/* [Z3.5] The fullest window of 1 + prefetch units in a row; and a tied head, which has the embedding,
+   the last unit and what is prefetched for backward at once. */
+static size_t ft__formula_gather(const ft_zero *z, int tied)
+{
+    size_t most = 0, head = ft__unit_full_bytes(z, 0);
+    if (!z->shards_weights) return 0;
+    for (int u = 0; u < z->n_units; u++) {
+        size_t window = 0;
+        for (int i = 0; i <= z->config.prefetch; i++) window += ft__unit_full_bytes(z, u + i);
+        if (window > most) most = window;
+    }
+    for (int i = 0; i <= z->config.prefetch && i < z->n_units - 1; i++)
+        head += ft__unit_full_bytes(z, z->n_units - 1 - i);
+    return tied && head > most ? head : most;
+}
+
+/* [Z2.4] Shards collect while backward goes down the units; on top come the unit at work and, with
+   overlap, the one above it. */
+static size_t ft__formula_grad(const ft_zero *z, int micro_batches, int tied)
+{
+    size_t shards = 0, all_shards = 0, fulls = 0, most = 0, e = ft_dtype_bytes(z->config.dtype);
+    int above = -1, lowest = -1;
+    for (int u = z->n_units - 1; u >= 0; u--) {
+        if (!z->units[u].flat[0].elems) continue;
+        all_shards += ft_accounted_bytes((size_t)z->units[u].flat[0].shard * e);
+        fulls += ft_accounted_bytes((size_t)z->units[u].flat[0].padded * e);
+        lowest = u;
+    }
+    if (!z->shards_grads) return fulls;
+    if (micro_batches > 1 && !tied) above = lowest; /* the micro-batch before left its last unit */
+    for (int u = z->n_units - 1; u >= 0; u--) {
+        const ft__zero_flat *f = &z->units[u].flat[0];
+        if (!f->elems) continue;
+        shards += ft_accounted_bytes((size_t)f->shard * e);
+        size_t now = micro_batches > 1 ? all_shards : shards;
+        now += ft_accounted_bytes((size_t)f->padded * e);
+        if (z->config.reduce_overlap != FT_OFF && above >= 0 && above != u)
+            now += ft_accounted_bytes((size_t)z->units[above].flat[0].padded * e);
+        if (tied && u > 0) now += ft_accounted_bytes((size_t)z->units[0].flat[0].padded * e);
+        if (now > most) most = now;
+        above = u;
+    }
+    return most;
+}
+
+FT_API ft_status ft_zero_formula_get(const ft_zero *zero, int micro_batches, int tied,
+                                     ft_zero_formula *out)
+{
+    size_t e = ft_dtype_bytes(zero->config.dtype);
+    int stage = zero->config.stage, last = zero->n_units - 1;
+    int64_t weights = 0, grads = 0, M = micro_batches;
+    if (!zero->committed) return ft_error(FT_ERR_STATE, "formulas exist after ft_zero_commit");
+    memset(out, 0, sizeof *out);
+    for (int u = 0; u < zero->n_units; u++) {
+        const ft__zero_flat *f = zero->units[u].flat;
+        size_t mine = ft_accounted_bytes((size_t)f[0].shard * e);
+        int64_t state = stage == 0 ? f[0].padded : f[0].shard;
+        for (int k = 0; k < 2; k++)
+            out->param += ft_accounted_bytes((size_t)(zero->shards_weights ? f[k].shard
+                                                                           : f[k].padded) * e);
+        out->optim += ft_accounted_bytes((size_t)state * 4) * (zero->config.dtype == FT_F32 ? 2 : 3);
+        if (zero->shards_grads && M > 1 && mine > out->comm_max) out->comm_max = mine;
+        weights += ft__unit_wire(zero, u);
+        grads += f[0].shard * (zero->D - 1) * (int64_t)e;
+    }
+    out->gather_max = ft__formula_gather(zero, tied);
+    out->grad_max = ft__formula_grad(zero, micro_batches, tied);
+    out->reduce_sent = stage == 0 ? 2 * grads : stage == 1 ? grads : M * grads;
+    if (stage == 1 || stage == 2) out->gather_sent = grads;
+    if (stage == 3)
+        out->gather_sent = M * (2 * weights - ft__unit_wire(zero, last) -
+                                (tied ? 0 : ft__unit_wire(zero, 0)));
+    return FT_OK;
+}
+
+#endif /* FEMTOTRON_ZERO_IMPLEMENTATION_DONE */
+#endif

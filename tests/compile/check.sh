@@ -1,0 +1,234 @@
+#!/bin/sh
+# Compile checks, with every compiler of gcc, clang, g++, clang++ and nvcc that is here:
+#
+#   - each header alone, with its bases only: declarations, and with its implementation
+#   - each header twice in one unit, and implemented after it was included without the macro
+#   - two units, the implementation in one language and the user in another, linked and run
+#   - a missing base is an #error that names what to include
+#   - FT_CBLAS, FT_CJSON, FT_XXHASH on and off; FT_API=static
+#   - the implementation exports ft_* and ftk_* and nothing else
+#   - the examples and the user's program in C11 and in C++17
+#
+# All with warnings as errors. Run from the root of the repository; it writes to build/compile.
+# Last line: "N passed, N failed". Compilers that are not here are named and left out.
+# Lists of words are meant to split throughout.
+# shellcheck disable=SC2086,SC2046
+set -u
+
+out=build/compile
+rm -rf "$out"
+mkdir -p "$out" || exit 1
+
+headers="femtotron.h femtotron_zero.h femtotron_llama.h femtotron_io.h"
+bases() {
+    case $1 in
+    femtotron.h) ;;
+    femtotron_zero.h) echo femtotron.h ;;
+    femtotron_llama.h) echo femtotron.h femtotron_zero.h ;;
+    femtotron_io.h) echo femtotron.h ;;
+    esac
+}
+
+warnings="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wvla -Werror"
+passed=0 failed=0
+
+# check NAME COMMAND...: the command succeeds. Its output is shown only where it does not.
+check() {
+    label=$1
+    shift
+    if "$@" >"$out/log" 2>&1; then
+        passed=$((passed + 1))
+        printf 'ok   %s\n' "$label"
+    else
+        failed=$((failed + 1))
+        printf 'FAIL %s\n     %s\n' "$label" "$*"
+        head -n 15 "$out/log"
+    fi
+}
+
+have() { command -v "$1" >/dev/null 2>&1; }
+
+# The compilers that are here, by language.
+c_compilers='' cpp_compilers='' nvcc=''
+for tool in gcc clang; do
+    if have $tool; then c_compilers="$c_compilers $tool"; else echo "skipped: no $tool"; fi
+done
+for tool in g++ clang++; do
+    if have $tool; then cpp_compilers="$cpp_compilers $tool"; else echo "skipped: no $tool"; fi
+done
+for tool in nvcc /usr/local/cuda/bin/nvcc; do
+    if [ -z "$nvcc" ] && have $tool; then nvcc=$tool; fi
+done
+[ -n "$nvcc" ] || echo "skipped: no nvcc"
+
+# compile COMPILER SOURCE OBJECT FLAGS...: in the language that the compiler's name says. nvcc takes
+# .cu as C++ and .c as C; what it generates from .cu is not pedantic C++.
+compile() {
+    by=$1 source=$2 object=$3
+    shift 3
+    case $by in
+    gcc | clang | cc)
+        $by -std=c11 $warnings -I. "$@" -c -x c "$source" -o "$object" ;;
+    g++ | clang++)
+        $by -std=c++17 $warnings -I. "$@" -c -x c++ "$source" -o "$object" ;;
+    nvcc-cu)
+        $nvcc -std=c++17 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Wshadow,-Werror -I. "$@" \
+            -c -x cu "$source" -o "$object" ;;
+    nvcc-c)
+        # nvcc runs the host's C compiler on .c files.
+        $nvcc -Xcompiler -std=c11 -Xcompiler "$(echo $warnings | tr ' ' ',')" -I. "$@" \
+            -c -x c "$source" -o "$object" ;;
+    esac
+}
+
+all_compilers="$c_compilers $cpp_compilers"
+[ -n "$nvcc" ] && all_compilers="$all_compilers nvcc-cu nvcc-c"
+
+include_lines() {
+    for file in "$@"; do printf '#include "%s"\n' "$file"; done
+}
+
+# ------------------------------------------------------------------------- each header by itself
+
+# Some translation unit must define something: a pedantic C unit may not be empty.
+trailer='int ft_compile_check(void);
+int ft_compile_check(void) { return 0; }'
+
+for header in $headers; do
+    name=$(basename "$header" .h)
+    based=$(bases "$header")
+    {
+        include_lines $based "$header" $based "$header"
+        echo "$trailer"
+    } >"$out/${name}_twice.c"
+    {
+        include_lines $based "$header"
+        echo '#define FEMTOTRON_IMPLEMENTATION'
+        include_lines $based "$header" $based "$header"
+    } >"$out/${name}_impl.c"
+    for compiler in $all_compilers; do
+        check "$header included twice, $compiler" \
+            compile $compiler "$out/${name}_twice.c" "$out/unit.o"
+        check "$header implemented alone, $compiler" \
+            compile $compiler "$out/${name}_impl.c" "$out/unit.o"
+    done
+done
+
+# ------------------------------------------------------------------------------- a base is missing
+
+# refused COMPILER SOURCE BASE: does not compile, and the #error names the base to include.
+refused() {
+    if compile "$1" "$2" "$out/unit.o" >"$out/refused" 2>&1; then
+        echo "compiled, although $3 is missing"
+        return 1
+    fi
+    cat "$out/refused"
+    grep -q "error.*include.*$3" "$out/refused"
+}
+
+for header in $headers; do
+    given=
+    for missing in $(bases "$header"); do
+        name=$(basename "$header" .h)_without_$(basename "$missing" .h)
+        { include_lines $given "$header"; echo "$trailer"; } >"$out/$name.c"
+        for compiler in $c_compilers $cpp_compilers; do
+            check "$header says that $missing is missing, $compiler" \
+                refused $compiler "$out/$name.c" "$missing"
+        done
+        given="$given $missing"
+    done
+done
+
+# ------------------------------------------------------------------- the whole library, its symbols
+
+{ echo '#define FEMTOTRON_IMPLEMENTATION'; include_lines $headers; } >"$out/impl.c"
+
+# exports_only_ft OBJECT: a strict check of the global symbols that the object defines.
+exports_only_ft() {
+    nm -g "$1" >"$out/symbols" || return 1
+    grep -q ' T ft_launch$' "$out/symbols" || { echo "ft_launch is not exported"; return 1; }
+    foreign=$(awk '$2 != "U" && NF == 3 && $3 !~ /^(ft_|ftk_)/ { print $2, $3 }' "$out/symbols")
+    [ -z "$foreign" ] || { echo "exported: $foreign"; return 1; }
+}
+
+exports_nothing() {
+    nm -g --defined-only "$1" >"$out/symbols" || return 1
+    ! grep ' [A-TV-Z] ' "$out/symbols"
+}
+
+for compiler in $all_compilers; do
+    check "all headers implemented, -O2, $compiler" \
+        compile $compiler "$out/impl.c" "$out/impl-$compiler.o" -O2
+done
+for compiler in $c_compilers $cpp_compilers; do
+    check "only ft_ symbols exported, $compiler" exports_only_ft "$out/impl-$compiler.o"
+    check "FT_API=static compiles, $compiler" compile $compiler "$out/impl.c" "$out/static.o" \
+        -DFT_API=static -Wno-unused-function
+    check "FT_API=static exports nothing, $compiler" exports_nothing "$out/static.o"
+done
+
+# What the machine has of CBLAS, cJSON and xxHash, each alone and all together.
+for compiler in $c_compilers; do
+    eval "$(sh tools/features.sh $compiler)"
+    for feature in FT_CBLAS FT_CJSON FT_XXHASH; do
+        case " $FT_CFLAGS " in
+        *" -D$feature "*)
+            check "$feature alone, $compiler" compile $compiler "$out/impl.c" "$out/unit.o" \
+                -D$feature $(echo "$FT_CFLAGS" | tr ' ' '\n' | grep '^-I') ;;
+        *) echo "skipped: $feature, its library is not installed" ;;
+        esac
+    done
+done
+for compiler in $c_compilers $cpp_compilers; do
+    # shellcheck disable=SC2086
+    check "with$FT_CFLAGS, $compiler" \
+        compile $compiler "$out/impl.c" "$out/features-$compiler.o" $FT_CFLAGS
+    check "only ft_ symbols exported with features, $compiler" \
+        exports_only_ft "$out/features-$compiler.o"
+done
+
+# --------------------------------------------------------------------------- two translation units
+
+# linked IMPLEMENTER USER: the user's program is linked by its own language's driver and runs.
+linked() {
+    case "$1 $2" in
+    *nvcc-cu*) link=$nvcc ;;
+    *++*) link=$(echo "$1 $2" | tr ' ' '\n' | grep '++' | tail -n 1) ;;
+    *nvcc-c*) link=$nvcc ;;
+    *) link=$2 ;;
+    esac
+    $link "$out/impl-$1.o" "$out/use-$2.o" -o "$out/linked" -lm -lpthread && "$out/linked"
+}
+
+for compiler in $all_compilers; do
+    check "a user's program, $compiler" compile $compiler tests/compile/use.c "$out/use-$compiler.o"
+done
+for implementer in $all_compilers; do
+    for user in $all_compilers; do
+        check "implementation by $implementer, user by $user" linked $implementer $user
+    done
+done
+
+# --------------------------------------------------------------------------------------- examples
+
+for example in examples/*.c; do
+    [ -f "$example" ] || continue
+    for compiler in $all_compilers; do
+        check "$example, $compiler" compile $compiler "$example" "$out/unit.o"
+    done
+done
+
+# ------------------------------------------------------------------------------------------ layout
+
+# What a machine can see of style: lines up to 100 columns, no tabs, no blanks at the end.
+layout() {
+    awk -v tab="$(printf '\t')" '
+        length($0) > 100 || index($0, tab) || / $/ { print FILENAME ":" FNR ": " $0; bad = 1 }
+        END { exit bad }' "$1"
+}
+for file in $headers examples/*.c tests/*.c tests/*/*.c; do
+    [ -f "$file" ] && check "layout of $file" layout "$file"
+done
+
+echo "$passed passed, $failed failed"
+[ "$failed" = 0 ]

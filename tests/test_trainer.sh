@@ -1,0 +1,238 @@
+#!/bin/sh
+# The trainer as its users meet it: what it refuses and in which words, what it prints, the files it
+# writes, that the plan is the run, and that weights do not depend on the layout.
+#
+# usage: tests/test_trainer.sh      tests $FT_TRAINER, default build/train_llama
+# Last line: "N passed, N failed".
+set -u
+
+trainer=${FT_TRAINER:-build/train_llama}
+dir=$(mktemp -d "${TMPDIR:-/tmp}/ft_trainer.XXXXXX") || exit 1
+trap 'rm -rf "$dir"' EXIT
+trap 'exit 1' HUP INT TERM
+limit=
+command -v timeout >/dev/null 2>&1 && limit="timeout -k 5 120"
+
+passed=0 failed=0
+pass() { passed=$((passed + 1)); printf 'ok   %s\n' "$1"; }
+fail() {
+    failed=$((failed + 1))
+    printf 'FAIL %s: %s\n' "$1" "$2"
+    head -n 5 "$dir/err" 2>/dev/null
+}
+
+run() { $limit "$trainer" "$@" >"$dir/out" 2>"$dir/err"; }
+
+# Text that a small model can learn something of: 12 kB of counting in words.
+i=0
+while [ $i -lt 250 ]; do
+    echo "the number $i is followed by $((i + 1)), said the ant"
+    i=$((i + 1))
+done >"$dir/data.txt"
+: >"$dir/empty"
+printf 'short' >"$dir/short"
+printf 'abc\376def' >"$dir/high"
+cat "$dir/data.txt" >>"$dir/high"
+
+# The smallest model, one step: the arguments of every test below are added to it.
+small="--hidden 32 --layers 2 --heads 4 --kv-heads 2 --seq-len 32 --micro-batch-size 2 --steps 1"
+
+# ------------------------------------------------------------------------------------- bad input
+
+# refuse WORDS ARGUMENTS...: a non-zero exit that is not a crash, nothing but one line on standard
+# error, which begins with "error:" and holds WORDS.
+refuse() {
+    words=$1
+    shift
+    run "$@"
+    status=$?
+    lines=$(wc -l <"$dir/err")
+    name="refuses $(echo "$*" | sed "s|$dir/||g")"
+    if [ $status = 0 ]; then fail "$name" "exit status 0"
+    elif [ $status -ge 124 ]; then fail "$name" "exit status $status"
+    elif [ "$lines" -ne 1 ]; then fail "$name" "$lines lines on standard error"
+    elif ! grep -q "^error: " "$dir/err"; then fail "$name" "no error: line"
+    elif ! grep -qi -e "$words" "$dir/err"; then fail "$name" "does not say: $words"
+    else pass "$name"
+    fi
+}
+
+data="--data $dir/data.txt"
+# Lists of words, on purpose.
+# shellcheck disable=SC2086
+{
+    refuse "missing" $small
+    refuse "needs a value" $small --data
+    refuse "no-such-file" $small --data "$dir/no-such-file"
+    refuse "$dir" $small --data "$dir"
+    refuse "empty" $small --data "$dir/empty"
+    refuse "empty" $small --data "$dir/data.txt" "$dir/empty"
+    refuse "short" $small --data "$dir/short"
+    refuse "33" $small --data "$dir/short"
+    refuse "254" $small --vocab 200 --data "$dir/high"
+    refuse "data.txt" $small --vocab 64 $data
+    refuse "kv" --heads 4 --kv-heads 3 $data
+    refuse "head" --hidden 130 --heads 4 $data
+    refuse "head" --heads 4 --head-dim 7 $data
+    refuse "--unknown" $small $data --unknown
+    refuse "--unknown" $small $data --unknown 3
+    refuse "stray" stray $small $data
+    refuse "twice" $small $data --lr 0.1 --lr 0.2
+    for flag in --dp --micro-batch-size --micro-batches --seq-len --steps --hidden --layers \
+        --heads --kv-heads --head-dim --intermediate --vocab; do
+        refuse "$flag 0" $data $flag 0
+    done
+    for flag in --dp --zero-stage --prefetch --micro-batch-size --micro-batches --seq-len --steps \
+        --warmup --seed --hidden --layers --heads --kv-heads --head-dim --intermediate --vocab \
+        --sample; do
+        refuse "$flag -1" $data $flag -1
+        refuse "$flag 99999999999999999999" $data $flag 99999999999999999999
+        refuse "$flag 1x" $data $flag 1x
+        refuse "$flag 1.5" $data $flag 1.5
+        refuse "$flag needs a value" $data $flag
+    done
+    for flag in --lr --weight-decay --grad-clip; do
+        for value in -1 nan inf 1e999 abc 1.0x 0x1p1; do
+            refuse "$flag $value" $data $flag $value
+        done
+        refuse "$flag needs a value" $data $flag
+    done
+    refuse "--dp" $data --dp ""
+    refuse "--lr" $data --lr ""
+    refuse "--log" $data --log ""
+    refuse "zero-stage 4" $small $data --zero-stage 4
+    refuse "cpu|meta" $small $data --device gpu
+    refuse "fp32|bf16" $small $data --dtype fp16
+    refuse "0|1" $small $data --reduce-overlap 2
+    refuse "0|1" $small $data --tie-embeddings 2
+    refuse "none|selective" $small $data --sac some
+    for value in 0 -5 99999999999999999999 12XB 99999999999GiB x ""; do
+        refuse "budget" $small $data --sac "budget=$value"
+    done
+    refuse "byte" $small $data --sac budget=1KiB
+    refuse "needs a value" $small $data --sac
+    refuse "too large" $small --data "$dir/data.txt" --micro-batch-size 16777216 --seq-len 16777216
+    refuse "nowhere" $small $data --log "$dir/nowhere/log"
+    refuse "nowhere" $small $data --memory-json "$dir/nowhere/memory"
+}
+
+# ------------------------------------------------------------------------------------------ help
+
+if run --help && [ ! -s "$dir/err" ]; then pass "--help succeeds"; else fail "--help" "failed"; fi
+for flag in --device --dp --zero-stage --sac --prefetch --reduce-overlap --micro-batch-size \
+    --micro-batches --seq-len --steps --lr --warmup --weight-decay --grad-clip --dtype --seed \
+    --data --hidden --layers --heads --kv-heads --head-dim --intermediate --vocab --tie-embeddings \
+    --log --memory-json --sample --hash --help; do
+    if grep -q -e "^$flag\\( \\|$\\)" "$dir/out"; then pass "--help has $flag"
+    else fail "--help" "no $flag"; fi
+done
+
+# --------------------------------------------------------------------------- output, log, learning
+
+# expect NAME PATTERN COUNT: so many lines of standard output match.
+expect() {
+    n=$(grep -c -E -e "$2" "$dir/out")
+    if [ "$n" = "$3" ]; then pass "$1"; else fail "$1" "$n lines match $2, not $3"; fi
+}
+
+# shellcheck disable=SC2086
+if run $small $data --steps 60 --dp 2 --zero-stage 3 --sac selective --lr 0.003 --warmup 5 \
+    --micro-batches 2 --micro-batch-size 4 --log "$dir/log" --sample 40 --hash; then
+    pass "trains 60 steps"
+else
+    fail "trains 60 steps" "exit status $?"
+fi
+if [ -s "$dir/err" ]; then fail "quiet on standard error" "it is not"; else pass "no errors"; fi
+expect "a progress line a step" "^step [0-9]+/60 \\| loss [0-9]+\\.[0-9]{4} \\| norm [0-9.]+ \
+\\| lr [0-9.e-]+ \\| [0-9]+ tok/s \\| peak [0-9.]+ MiB\$" 60
+expect "one hash line" '^hash [0-9a-f]{16}$' 1
+expect "plan equals run" 'equal to the plan, to the byte' 1
+expect "plan comes first" '^plan: ' 1
+expect "bytes sent" '^bytes sent by each rank' 1
+expect "a table of the gathers" 'all[-_ ]gather' 1
+expect "a sample" '^sample: ' 1
+
+# The log: one object a step, exactly these keys, the last loss well below the first.
+cat >"$dir/log.awk" <<'AWK'
+{
+    number = "-?[0-9]+(\\.[0-9]+)?(e[-+]?[0-9]+)?"
+    row = "^\\{\"step\": ?" NR ", ?\"loss\": ?" number ", ?\"grad_norm\": ?" number ", ?\"lr\": ?" \
+        number ", ?\"tokens\": ?" NR * 512 ", ?\"tokens_per_s\": ?" number \
+        ", ?\"peak_bytes\": ?[0-9]+\\}$"
+    if ($0 !~ row) { print "line " NR ": " $0; bad = 1 }
+    split($0, part, /"loss": ?/)
+    loss = part[2] + 0
+    if (NR == 1) first = loss
+}
+END {
+    if (NR != 60) { print NR " lines"; bad = 1 }
+    if (!(first > 5.3 && first < 5.8)) { print "first loss " first; bad = 1 }
+    if (!(loss < first - 2)) { print "last loss " loss ", first " first; bad = 1 }
+    exit bad
+}
+AWK
+if awk -f "$dir/log.awk" "$dir/log" >"$dir/err"; then pass "log: format and learning"
+else fail "log: format and learning" "see below"; fi
+if grep -q '"lr":0.0006[,}]' "$dir/log" && sed -n 5,60p "$dir/log" | grep -c '"lr":0.003,' |
+    grep -q '^56$'; then
+    pass "warm-up, then constant"
+else
+    fail "warm-up, then constant" "lr in the log is not 0.003 * min(1, step / 5)"
+fi
+
+# --------------------------------------------------------------- meta: no data, the same bytes
+
+tags='\{("[a-z]+": ?[0-9]+,? ?){8}\}'
+json='^\{"ranks": ?\[(\{"rank": ?[0-9]+, ?"peak_bytes": ?[0-9]+, ?"tags": ?'$tags'\},? ?)+\]\}$'
+# shellcheck disable=SC2086
+for layout in "--dp 1" "--dp 3 --zero-stage 0" "--dp 2 --zero-stage 1 --micro-batches 3" \
+    "--dp 3 --zero-stage 2 --sac full --reduce-overlap 0" "--dp 4 --zero-stage 3 --sac selective" \
+    "--dp 2 --zero-stage 3 --sac full --prefetch 0 --tie-embeddings --micro-batches 3" \
+    "--dp 2 --zero-stage 3 --sac budget=400KiB" \
+    "--dp 3 --zero-stage 3 --dtype bf16 --prefetch 2"; do
+    name="plan is the run: $layout"
+    rm -f "$dir/meta" "$dir/cpu"
+    if ! run $small $layout --device meta --memory-json "$dir/meta"; then fail "$name" "meta failed"
+    elif ! run $small $layout $data --steps 2 --memory-json "$dir/cpu"; then
+        fail "$name" "cpu failed"
+    elif ! cmp -s "$dir/meta" "$dir/cpu"; then fail "$name" "memory files differ"
+    elif ! grep -q -E "$json" "$dir/cpu"; then fail "$name" "not the format: $(cat "$dir/cpu")"
+    else pass "$name"
+    fi
+done
+
+begin=$(date +%s)
+if run --device meta --dp 8 --zero-stage 3 --sac full --hidden 8192 --layers 80 --heads 64 \
+    --kv-heads 8 --intermediate 28672 --vocab 128256 --dtype bf16 --seq-len 8192 \
+    --micro-batch-size 1 && [ $(($(date +%s) - begin)) -le 20 ]; then
+    pass "plans 70 billion weights"
+else
+    fail "plans 70 billion weights" "failed, or took more than 20 s"
+fi
+if run --device meta --data "$dir/data.txt"; then pass "meta takes --data"
+else fail "meta takes --data" "it fails"; fi
+
+# -------------------------------------------------------------- one hash for every layout and run
+
+for dtype in fp32 bf16; do
+    reference=
+    for layout in "--zero-stage 0" "--zero-stage 0" "--zero-stage 1 --sac full" \
+        "--zero-stage 2 --sac selective" "--zero-stage 3 --sac none --prefetch 0" \
+        "--zero-stage 3 --sac full --prefetch 3" "--zero-stage 2 --reduce-overlap 0" \
+        "--zero-stage 3 --sac budget=300KiB"; do
+        # shellcheck disable=SC2086
+        run $small $data --steps 3 --dp 2 --dtype $dtype --hash $layout
+        hash=$(grep '^hash ' "$dir/out")
+        [ -n "$reference" ] || reference=$hash
+        if [ -n "$hash" ] && [ "$hash" = "$reference" ]; then pass "hash, $dtype $layout"
+        else fail "hash, $dtype $layout" "'$hash', not '$reference'"; fi
+    done
+    # shellcheck disable=SC2086
+    run $small $data --steps 3 --dp 2 --dtype $dtype --hash --seed 1
+    hash=$(grep '^hash ' "$dir/out")
+    if [ -n "$hash" ] && [ "$hash" != "$reference" ]; then pass "another seed, another hash"
+    else fail "another seed, another hash" "'$hash'"; fi
+done
+
+echo "$passed passed, $failed failed"
+[ "$failed" = 0 ]
