@@ -65,7 +65,7 @@ TRAINER_LIBS = $(shell sh tools/features.sh $(CC) | sed -n "s/^FT_LIBS='\(.*\)'/
 endif
 
 build/train_llama: examples/train_llama.c $(HEADERS) | compiler ## the single-file trainer
-	$(strip $(CC) $(C_FLAGS) -O3 $(native) -g $(TRAINER_FEATURES) $< -o $@ $(TRAINER_LIBS) \
+	$(strip $(CC) -std=c11 -I. -O3 $(native) $(TRAINER_FEATURES) $< -o $@ $(TRAINER_LIBS) \
 	    $(SYSTEM_LIBS))
 
 # The project's own text. Sorted, so that the run is the same everywhere.

@@ -721,6 +721,7 @@ struct ft_ctx {
     const char *where_segment_name;
     int where_segment;
     int segment_open;
+    int composite;           /* a composite op's host code runs: the tape's values are its own */
     ft_flops flops;
     uint64_t random;         /* state of ft__delay; under the world's lock */
     struct ft__probe_rank *probe; /* NULL unless ft_sac_fit measures */
@@ -734,6 +735,8 @@ static ft_status ft__memory_begin(ft_ctx *ctx);
 static void ft__memory_end(ft_ctx *ctx);
 static ft_status ft__deferred_run(ft_tensor *t);
 static ft_status ft__rebuild(ft_tensor *t);
+static ft_status ft__readable(ft_tensor *t, const char *reader);
+static void ft__touch(ft_tensor *t);
 static void ft__settle(ft_tensor *t);
 static void ft__probe_attach(ft_ctx *ctx);
 static void ft__probe_finish(ft_ctx *ctx);
@@ -750,8 +753,7 @@ static FT__THREAD char ft__error_text[FT__TEXT_BYTES];
 
 const char *ft_status_name(ft_status status)
 {
-    switch (status)
-{
+    switch (status) {
     case FT_OK: return "ok";
     case FT_ERR_ARG: return "bad argument";
     case FT_ERR_SHAPE: return "shapes do not fit";
@@ -902,8 +904,7 @@ static void ft__fail(ft__world *world, int rank, ft_status status, const char *t
 /* The error of a rank that meets the abort, with the world locked. */
 static ft_status ft__abort_error(const ft__world *world, int rank)
 {
-    if (world->failed_rank == rank)
-{
+    if (world->failed_rank == rank) {
         return ft_error(world->failed_status, "%s", world->failed_text);
     }
     return ft_error(FT_ERR_PEER, "rank %d failed: %s", world->failed_rank, world->failed_text);
@@ -947,8 +948,7 @@ static ft_status ft__env_int(const char *name, int most, int *value)
 
 static ft_status ft__config_check(const ft_config *c)
 {
-    if (c->world < 1 || c->world > FT__MAX_WORLD)
-{
+    if (c->world < 1 || c->world > FT__MAX_WORLD) {
         return ft_error(FT_ERR_ARG, "ft_launch: world is %d, it must be 1 to %d", c->world,
                         FT__MAX_WORLD);
     }
@@ -1371,8 +1371,7 @@ ft_status ft_stream_run(ft_stream *stream, ft_task_fn fn, const void *arg, size_
 
 ft_stream *ft_stream_get(ft_ctx *ctx, ft_stream_kind kind)
 {
-    if (!ctx || (int)kind < 0 || kind >= FT_STREAM_COUNT)
-{
+    if (!ctx || (int)kind < 0 || kind >= FT_STREAM_COUNT) {
         ft_error(FT_ERR_ARG, "ft_stream_get: there is no stream of kind %d", (int)kind);
         return NULL;
     }
@@ -1530,8 +1529,7 @@ static void ft__comm_free(ft__comm *c)
 
 static void ft__comms_free(ft__world *world)
 {
-    while (world->comms)
-{
+    while (world->comms) {
         ft__comm *c = world->comms;
         world->comms = c->next;
         pthread_cond_destroy(&c->wake);
@@ -1541,8 +1539,7 @@ static void ft__comms_free(ft__world *world)
 
 static void ft__groups_free(ft_ctx *ctx)
 {
-    while (ctx->groups)
-{
+    while (ctx->groups) {
         ft_group *g = ctx->groups;
         ctx->groups = g->next;
         FT_FREE(g->name);
@@ -1720,8 +1717,7 @@ int ft_traffic_get(const ft_ctx *ctx, int max, ft_traffic *out)
 
 static void ft__post_text(char *text, const ft__post *post)
 {
-    if (post->kind == FT__AGREE)
-{
+    if (post->kind == FT__AGREE) {
         ft__append(text, "ft_agree \"%s\" = %llu", post->what, (unsigned long long)post->value);
         return;
     }
@@ -1741,8 +1737,7 @@ static int ft__post_same(const ft__post *a, const ft__post *b)
 /* "; ranks 0, 1, 3: all-reduce of 8 fp32 elements; rank 2: ..." */
 static void ft__posts_text(char *text, const ft__comm *c)
 {
-    for (int i = 0; i < c->n; i++)
-{
+    for (int i = 0; i < c->n; i++) {
         int first = 1, several = 0;
         for (int j = 0; j < i; j++) first = first && !ft__post_same(&c->posts[j], &c->posts[i]);
         if (!first) continue;
@@ -1914,8 +1909,7 @@ static void ft__pass(ft_group *g)
 
 static void ft__sum_add(float *sum, const char *in, ft_dtype dtype, int64_t n)
 {
-    if (dtype == FT_F32)
-{
+    if (dtype == FT_F32) {
         const float *x = (const float *)(const void *)in;
         for (int64_t i = 0; i < n; i++) sum[i] += x[i];
     } else {
@@ -1926,8 +1920,7 @@ static void ft__sum_add(float *sum, const char *in, ft_dtype dtype, int64_t n)
 
 static void ft__sum_store(char *out, const float *sum, ft_dtype dtype, int64_t n)
 {
-    if (dtype == FT_F32)
-{
+    if (dtype == FT_F32) {
         memcpy(out, sum, (size_t)n * sizeof *sum);
     } else {
         uint16_t *y = (uint16_t *)(void *)out;
@@ -2043,15 +2036,14 @@ static ft_status ft__operand_check(const ft_group *g, ft_collective kind, const 
                                    const ft_tensor *t)
 {
     const char *op = ft_collective_name(kind);
+    char reader[128];
     if (!t) return ft_error(FT_ERR_ARG, "%s on group \"%s\": %s is NULL", op, g->name, role);
     if (t->ctx != g->ctx) {
         return ft_error(FT_ERR_ARG, "%s on group \"%s\": %s belongs to another rank", op, g->name,
                         role);
     }
-    if (ft_tensor_present(t)) return FT_OK;
-    return ft_error(FT_ERR_STATE, "%s on group \"%s\": %s%s%s has no storage now: it was freed, "
-                    "dropped or not gathered", op, g->name, role, t->name ? " " : "",
-                    t->name ? t->name : "");
+    snprintf(reader, sizeof reader, "%s on group \"%.60s\" (%s)", op, g->name, role);
+    return ft__readable((ft_tensor *)(uintptr_t)t, reader);
 }
 
 static ft_status ft__sum_check(const ft_group *g, ft_collective kind, ft_dtype dtype)
@@ -2127,6 +2119,8 @@ static ft__post ft__post_make(ft_collective kind, const ft_tensor *whole, const 
     return post;
 }
 
+/* Unlike the other collectives this one does not count as a write to tapes that saved `full` or a
+   part of it: gathering released weights again brings back the values that they had. */
 ft_status ft_all_gather(ft_group *group, ft_stream *stream, const ft_tensor *shard,
                         ft_tensor *full)
 {
@@ -2144,6 +2138,7 @@ ft_status ft_reduce_scatter(ft_group *group, ft_stream *stream, const ft_tensor 
     FT_TRY(ft__operand_check(group, FT_REDUCE_SCATTER, "shard", shard));
     FT_TRY(ft__shard_check(group, FT_REDUCE_SCATTER, full, shard));
     FT_TRY(ft__sum_check(group, FT_REDUCE_SCATTER, full->dtype));
+    ft__touch(shard);
     ft__post post = ft__post_make(FT_REDUCE_SCATTER, full, full, shard);
     return ft__collective(group, stream, &post, (int64_t)ft_bytes(shard) * (group->n - 1));
 }
@@ -2156,6 +2151,7 @@ ft_status ft_all_reduce(ft_group *group, ft_stream *stream, ft_tensor *tensor)
     FT_TRY(ft__collective_check(group, stream, FT_ALL_REDUCE));
     FT_TRY(ft__operand_check(group, FT_ALL_REDUCE, "tensor", tensor));
     FT_TRY(ft__sum_check(group, FT_ALL_REDUCE, tensor->dtype));
+    ft__touch(tensor);
     ft__post post = ft__post_make(FT_ALL_REDUCE, tensor, tensor, tensor);
     int64_t first, count;
     ft__chunk(post.elems, group->n, group->rank, &first, &count);
@@ -2171,6 +2167,7 @@ ft_status ft_broadcast(ft_group *group, ft_stream *stream, ft_tensor *tensor, in
         return ft_error(FT_ERR_ARG, "broadcast on group \"%s\": root %d is outside its %d ranks",
                         group->name, root, group->n);
     }
+    if (group->rank != root) ft__touch(tensor);
     ft__post post = ft__post_make(FT_BROADCAST, tensor, tensor, tensor);
     post.root = root;
     int64_t sent = group->rank == root ? (int64_t)ft_bytes(tensor) * (group->n - 1) : 0;
@@ -2189,8 +2186,7 @@ ft_status ft_barrier(ft_group *group, ft_stream *stream)
 /* Runs in the caller's thread. The group's earlier work is waited for, so that its order holds. */
 ft_status ft_agree(ft_group *group, const char *what, uint64_t value)
 {
-    if (!group || !what)
-{
+    if (!group || !what) {
         return ft_error(FT_ERR_ARG, "ft_agree: %s is NULL", group ? "what" : "group");
     }
     if (group->ctx->device == FT_META) return FT_OK;
@@ -2385,8 +2381,7 @@ static ft_status ft__exchange_check(const ft_group *g, int n, const ft_p2p *ops)
 /* Fills in the messages and counts the sends. What a rank sends itself is on no wire: 0 bytes. */
 static void ft__exchange_fill(ft_group *g, int n, const ft_p2p *ops, ft__message *messages)
 {
-    for (int i = 0; i < n; i++)
-{
+    for (int i = 0; i < n; i++) {
         ft__message *m = &messages[i];
         m->is_send = ops[i].is_send != 0;
         m->from = m->is_send ? g->rank : ops[i].peer;
@@ -2394,7 +2389,10 @@ static void ft__exchange_fill(ft_group *g, int n, const ft_p2p *ops, ft__message
         m->dtype = ops[i].tensor->dtype;
         m->elems = ft_numel(ops[i].tensor);
         m->data = (char *)ft_data(ops[i].tensor);
-        if (!m->is_send) continue;
+        if (!m->is_send) {
+            ft__touch(ops[i].tensor);
+            continue;
+        }
         g->traffic.calls[FT_SEND]++;
         if (m->to != g->rank) g->traffic.sent_bytes[FT_SEND] += (int64_t)ft_bytes(ops[i].tensor);
     }
@@ -2518,6 +2516,11 @@ static void ft__account_peak(ft_ctx *ctx)
              ctx->where_segment_name ? ctx->where_segment_name : "");
 }
 
+static const char *ft__where_text(const ft_ctx *ctx)
+{
+    return ctx->where_op && *ctx->where_op ? ctx->where_op : "a tensor";
+}
+
 /* Books an allocation. The limit is checked on the accounted size: what a plan says fits, fits. */
 static ft_status ft__account_alloc(ft_ctx *ctx, ft_storage *st)
 {
@@ -2528,7 +2531,7 @@ static ft_status ft__account_alloc(ft_ctx *ctx, ft_storage *st)
         return ft_error(FT_ERR_OOM, "%zu bytes (%s, for %s) do not fit: %zu live of a limit of %zu; "
                         "a smaller micro-batch, more recomputation or a higher ZeRO stage would help",
                         st->accounted_bytes, ft_tag_name(st->tag),
-                        ctx->where_op ? ctx->where_op : "a tensor", s->live_bytes, limit);
+                        ft__where_text(ctx), s->live_bytes, limit);
     s->live_bytes += st->accounted_bytes;
     s->live[st->tag] += st->accounted_bytes;
     if (s->live[st->tag] > s->highest[st->tag]) s->highest[st->tag] = s->live[st->tag];
@@ -2554,7 +2557,7 @@ static ft_status ft__storage_create(ft_ctx *ctx, size_t bytes, ft_tag tag, ft_st
         if (!st->block) {
             FT_FREE(st);
             return ft_error(FT_ERR_OOM, "the machine has no %zu bytes for %s (%s)", bytes,
-                            ctx->where_op ? ctx->where_op : "a tensor", ft_tag_name(tag));
+                            ft__where_text(ctx), ft_tag_name(tag));
         }
         st->data = (void *)(((uintptr_t)st->block + 63) / 64 * 64);
     }
@@ -2952,10 +2955,15 @@ static void ft__gemm_micro(int64_t k, const float *a, const float *b, float *c, 
 /* One line of a panel: `width` elements that lie together. The two usual widths as constants. */
 static void ft__gemm_line(float *to, const void *from, ft_dtype t, int64_t at, int64_t width)
 {
+    const float *whole = (const float *)from + at;
     const uint16_t *half = (const uint16_t *)from + at;
-    if (width != FT__NR) ft__load_row(to, from, t, at, width);
-    else if (t == FT_F32) memcpy(to, (const float *)from + at, FT__NR * sizeof *to);
-    else for (int i = 0; i < FT__NR; i++) to[i] = ft_f32_from_bf16(half[i]);
+    if (width == FT__NR && t == FT_F32) memcpy(to, whole, FT__NR * sizeof *to);
+    else if (width == FT__MR && t == FT_F32) memcpy(to, whole, FT__MR * sizeof *to);
+    else if (width == FT__NR && t == FT_BF16)
+        for (int i = 0; i < FT__NR; i++) to[i] = ft_f32_from_bf16(half[i]);
+    else if (width == FT__MR && t == FT_BF16)
+        for (int i = 0; i < FT__MR; i++) to[i] = ft_f32_from_bf16(half[i]);
+    else ft__load_row(to, from, t, at, width);
 }
 
 /* Packs n x k elements (n_stride, k_stride apart, from `at`) as panels [k, width],
@@ -3024,22 +3032,30 @@ static size_t ft__gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, ft_dtype
     return part[0] + part[1] + part[2];
 }
 
+/* sum += a[NR] * b[NR], lane by lane. */
+static void ft__dot_step(float *sum, const float *a, const float *b)
+{
+    for (int l = 0; l < FT__NR; l++) sum[l] += a[l] * b[l];
+}
+
 static float ft__dot(const float *a, const void *b, ft_dtype t, int64_t at, int64_t n)
 {
-    float part[16], row[16];
+    float sum[FT__NR], row[FT__NR];
     int64_t i = 0;
-    memset(part, 0, sizeof part);
-    for (; i + 16 <= n; i += 16) {
-        if (t == FT_F32) memcpy(row, (const float *)b + at + i, sizeof row);
-        else
-            for (int l = 0; l < 16; l++)
-                row[l] = ft_f32_from_bf16(((const uint16_t *)b)[at + i + l]);
-        for (int l = 0; l < 16; l++) part[l] += a[i + l] * row[l];
+    memset(sum, 0, sizeof sum);
+    if (t == FT_F32) {
+        const float *line = (const float *)b + at;
+        for (; i + FT__NR <= n; i += FT__NR) ft__dot_step(sum, a + i, line + i);
+    } else {
+        for (; i + FT__NR <= n; i += FT__NR) {
+            ft__gemm_line(row, b, t, at + i, FT__NR);
+            ft__dot_step(sum, a + i, row);
+        }
     }
-    for (; i < n; i++) part[i % 16] += a[i] * ft__load(b, t, at + i);
-    for (int width = 8; width; width /= 2)
-        for (int l = 0; l < width; l++) part[l] += part[l + width];
-    return part[0];
+    for (int l = 0; i < n; i++, l++) sum[l] += a[i] * ft__load(b, t, at + i);
+    for (int width = FT__LANES; width; width /= 2)
+        for (int l = 0; l < width; l++) sum[l] += sum[l + width];
+    return sum[0];
 }
 
 static void ft__axpy(float *to, float factor, const void *b, ft_dtype t, int64_t at, int64_t n)
@@ -3284,9 +3300,9 @@ static ft_status ft__ce_infer(ft_op_call *call)
     if (fits && s->present) fits = s->dtype == FT_F32 && ft__view_elems(s) == 1;
     if (!fits)
         return ft_error(FT_ERR_SHAPE,
-                        "linear_cross_entropy: x %s, w %s, labels %s, scale %s: needs x [...,C] and "
-                        "w [V,C], both fp32 or both bf16, int32 labels [...], and scale fp32 [1] or "
-                        "none",
+                        "linear_cross_entropy: x %s, w %s, labels %s, scale %s: needs x [...,C] "
+                        "and w [V,C], both fp32 or both bf16, int32 labels [...], and scale fp32 "
+                        "[1] or none",
                         ft__view_text(x, tx, sizeof tx), ft__view_text(w, tw, sizeof tw),
                         ft__view_text(labels, tl, sizeof tl), ft__view_text(s, ts, sizeof ts));
     if (call->attr.i[0] < 0)
@@ -5389,7 +5405,7 @@ FT_API ft_status ft_tensor_empty(ft_ctx *ctx, ft_tensor **out, ft_dtype dtype, i
 FT_API ft_status ft_tensor_create(ft_ctx *ctx, ft_tensor **out, ft_dtype dtype, int ndim,
                                   const int64_t *shape, ft_tag tag)
 {
-    ft_tensor *t;
+    ft_tensor *t = NULL;
     FT_TRY(ft__tensor_new(ctx, dtype, ndim, shape, &t));
     ft_status status = ft_tensor_attach(t, tag, ft__compute(ctx));
     if (status != FT_OK) {
@@ -5488,10 +5504,11 @@ static const char *ft__tensor_label(const ft_tensor *t, char *text, size_t text_
 static ft_status ft__readable(ft_tensor *t, const char *reader)
 {
     char text[224];
-    if (t->consumed)
+    int own = t->ctx->composite && t->storage; /* its inputs may be given up by all others */
+    if (t->consumed && !own)
         return ft_error(FT_ERR_STATE, "%s reads %s, which an in-place op took over", reader,
                         ft__tensor_label(t, text, sizeof text));
-    if (t->tape && !t->held)
+    if (t->tape && !t->held && !own)
         return ft_error(FT_ERR_STATE, "%s reads %s after it was freed (by ft_tensor_free, or at the "
                         "end of its segment: list it among the results of ft_segment_end)", reader,
                         ft__tensor_label(t, text, sizeof text));
@@ -5502,8 +5519,13 @@ static ft_status ft__readable(ft_tensor *t, const char *reader)
     return FT_OK;
 }
 
-/* A write from outside the tape: tapes that saved the old value will refuse to use the new one. */
-static void ft__touch(ft_tensor *t) { ft__root(t)->version++; }
+/* A write from outside the tape: tapes that saved the old value will refuse to use the new one. What
+   a composite op writes into values of a tape is its forward or replay, not a change. */
+static void ft__touch(ft_tensor *t)
+{
+    t = ft__root(t);
+    if (!t->tape || !t->ctx->composite) t->version++;
+}
 
 typedef struct ft__copy_task { ft_ctx *ctx; void *to; size_t bytes; } ft__copy_task;
 
@@ -5668,6 +5690,15 @@ static ft_status ft__op_check(const ft_op *row)
         return ft_error(FT_ERR_ARG, "op %s: replay and replay_from go together", name);
     if ((row->flags & FT_OP_DEFERRED) && (row->flags & FT_OP_INPLACE))
         return ft_error(FT_ERR_ARG, "op %s cannot be deferred and in place", name);
+    if ((row->flags & FT_OP_INPLACE) && (!(ins & 1u) || ((row->optional | saves) & 1u)))
+        return ft_error(FT_ERR_ARG, "op %s is in place: it needs input 0, and no gradient can save "
+                        "it, because forward writes over the input", name);
+    if ((row->flags & FT_OP_GRAD_SAME_01) && (row->grads & 3u) != 3u)
+        return ft_error(FT_ERR_ARG, "op %s: inputs 0 and 1 share a gradient, but input 0 or input 1 "
+                        "has none", name);
+    if ((row->flags & FT_OP_GRAD_PASS) && row->n_out != 1)
+        return ft_error(FT_ERR_ARG, "op %s passes the gradient of one output, but it has %d", name,
+                        row->n_out);
     return FT_OK;
 }
 
@@ -5778,7 +5809,7 @@ typedef struct ft__node {
     const ft_op *row;             /* NULL: a mark */
     ft_attr attr;
     ft_tensor *in[FT_OP_MAX_IN], *out[FT_OP_MAX_OUT];
-    uint64_t version[FT_OP_MAX_IN];
+    uint64_t version[16 + FT_OP_MAX_OUT]; /* by bit: of inputs and outputs when recorded */
     unsigned want;                /* FT_IN mask: gradients that backward makes */
     unsigned saved;               /* FT_IN | FT_OUT mask: one need each, until its backward is done */
     unsigned pinned;              /* FT_IN | FT_OUT mask: one need each, while a replay may come */
@@ -5944,6 +5975,7 @@ static ft_status ft__record(ft_tape *tape, const ft_op_call *call, ft_tensor *co
     for (int i = 0; i < row->n_out; i++) {
         node->out[i] = out[i];
         if (!out[i]) continue;
+        node->version[16 + i] = out[i]->version;
         out[i]->tape = tape;
         out[i]->producer = tape->n;
         out[i]->out_index = i;
@@ -6001,13 +6033,22 @@ static void ft__cost_add(const ft_op_call *call, double *flops, double *bytes)
     if (bytes) *bytes += b;
 }
 
+static ft_status ft__forward_host(ft_ctx *ctx, const ft_op_call *call, ft_tensor **in,
+                                  ft_tensor **out)
+{
+    ctx->composite++;
+    ft_status status = call->op->forward_host(ctx, call, in, out);
+    ctx->composite--;
+    return status;
+}
+
 static ft_status ft__forward(ft_ctx *ctx, ft_op_call *call, ft_tensor **in, ft_tensor **out)
 {
     const ft_op *row = call->op;
     for (int i = 0; i < row->n_out; i++)
         if (out[i]) call->out[i] = ft__view(out[i]);
     ft__cost_add(call, &ctx->flops.forward, NULL);
-    if (row->forward_host) return row->forward_host(ctx, call, in, out);
+    if (row->forward_host) return ft__forward_host(ctx, call, in, out);
     return ft__exec(ctx, ft__compute(ctx), call, row->forward);
 }
 
@@ -6043,8 +6084,9 @@ FT_API ft_status ft_apply(ft_ctx *ctx, const ft_op *row, ft_tensor *const *in, c
     if (!ft__op_known(ctx, row))
         return ft_error(FT_ERR_ARG, "op %s is not registered in this context: call ft_op_register",
                         row->name ? row->name : "(no name)");
-    if (ctx->tape && ctx->tape->in_backward)
-        return ft_error(FT_ERR_STATE, "%s: no op can be recorded while backward runs", row->name);
+    if (ctx->composite)
+        return ft_error(FT_ERR_STATE, "%s: ft_apply inside a composite op, which is recorded as a "
+                        "whole: call ft_op_run", row->name);
     ft__where old = ft__where_set(ctx, "forward", row->name);
     ft_status status = ft__call_begin(&call, row, in, attr);
     if (status == FT_OK) status = ft__apply(ctx, &call, in, out);
@@ -6061,6 +6103,7 @@ FT_API void ft_tensor_free(ft_tensor *tensor)
 
 FT_API ft_status ft_tape_create(ft_ctx *ctx, ft_tape **out)
 {
+    *out = NULL;
     ft_tape *tape = (ft_tape *)FT_MALLOC(sizeof *tape);
     if (!tape) return ft_error(FT_ERR_OOM, "no host memory for a tape");
     memset(tape, 0, sizeof *tape);
@@ -6225,7 +6268,7 @@ static ft_status ft__node_read(ft__node *node, int bit)
 {
     ft_tensor *t = ft__node_tensor(node, bit);
     char text[224];
-    if (bit < 16 && ft__root(t)->version != node->version[bit])
+    if (ft__root(t)->version != node->version[bit])
         return ft_error(FT_ERR_STATE, "backward of %s reads %s, which was written after the forward",
                         node->row->name, ft__tensor_label(t, text, sizeof text));
     if (ft_tensor_present(t)) return FT_OK;
@@ -6242,17 +6285,31 @@ static ft_status ft__node_read_all(ft__node *node, unsigned mask)
     return FT_OK;
 }
 
-/* Storage for the outputs that are absent. An in-place op takes over input 0 again, unless someone
-   else is going to read it. */
+/* An in-place op takes over input 0 again, or a copy of it if someone else is going to read it. */
+static ft_status ft__replay_inplace(ft_ctx *ctx, ft_tensor *first, ft_tensor *o)
+{
+    ft_op_call copy;
+    if (first->need == 1) {
+        o->storage = first->storage;
+        first->storage = NULL;
+        return FT_OK;
+    }
+    FT_TRY(ft_tensor_attach(o, FT_TAG_ACT, ft__compute(ctx)));
+    memset(&copy, 0, sizeof copy);
+    copy.op = &ft__op_copy;
+    copy.in[0] = ft__view(first);
+    copy.out[0] = ft__view(o);
+    return ft__exec(ctx, ft__compute(ctx), &copy, copy.op->forward);
+}
+
+/* Storage for the outputs that are absent. */
 static ft_status ft__replay_outputs(ft_ctx *ctx, ft__node *node, ft_op_call *call)
 {
     for (int i = 0; i < node->row->n_out; i++) {
-        ft_tensor *o = node->out[i], *first = node->in[0];
+        ft_tensor *o = node->out[i];
         if (!o) continue;
-        if (!o->storage && i == 0 && (node->row->flags & FT_OP_INPLACE) && first->need == 1) {
-            o->storage = first->storage;
-            first->storage = NULL;
-        }
+        if (!o->storage && i == 0 && (node->row->flags & FT_OP_INPLACE))
+            FT_TRY(ft__replay_inplace(ctx, node->in[0], o));
         if (!o->storage) FT_TRY(ft_tensor_attach(o, FT_TAG_ACT, ft__compute(ctx)));
         call->out[i] = ft__view(o);
     }
@@ -6266,7 +6323,7 @@ static ft_status ft__replay(ft_tape *tape, ft__node *node)
     const ft_op *row = node->row;
     ft_op_call call;
     unsigned reads = node->pinned;
-    if (!reads)
+    if (!reads && ft__replay_reads(node))
         return ft_error(FT_ERR_STATE, "the output of %s is gone and nothing to replay it from was "
                         "kept", row->name);
     int cheap = (reads >> 16) != 0 || (row->replay && reads == row->replay_from);
@@ -6280,7 +6337,7 @@ static ft_status ft__replay(ft_tape *tape, ft__node *node)
     ft__cost_add(&call, &flops, &ctx->flops.replay_bytes);
     ctx->flops.replay += flops;
     if (ctx->probe) ft__probe_replay(ctx, node->segment, flops);
-    if (row->forward_host) FT_TRY(row->forward_host(ctx, &call, node->in, node->out));
+    if (row->forward_host) FT_TRY(ft__forward_host(ctx, &call, node->in, node->out));
     else FT_TRY(ft__exec(ctx, ft__compute(ctx), &call, cheap ? row->replay : row->forward));
     for (int i = 0; i < row->n_out; i++)
         if (node->out[i]) node->out[i]->keep = 1;
@@ -6472,9 +6529,13 @@ static ft_status ft__backward_kernel(ft_ctx *ctx, ft__node *node)
     double flops = 0;
     ft__cost_add(&call, &flops, NULL);
     ctx->flops.backward += 2 * flops;
-    if (row->backward_host)
-        FT_TRY(row->backward_host(ctx, &call, node->in, node->out, dout, g.target));
-    else FT_TRY(ft__exec(ctx, ft__compute(ctx), &call, row->backward));
+    ft_status status;
+    if (row->backward_host) {
+        ctx->composite++;
+        status = row->backward_host(ctx, &call, node->in, node->out, dout, g.target);
+        ctx->composite--;
+    } else status = ft__exec(ctx, ft__compute(ctx), &call, row->backward);
+    FT_TRY(status);
     node->deferred = 0;
     return ft__grads_finish(node, &g);
 }
@@ -6568,14 +6629,15 @@ FT_API ft_status ft_backward(ft_tape *tape, ft_tensor *root, ft_tensor *droot)
     tape->in_backward = 0;
     ft__where_restore(ctx, old);
     FT_TRY(status);
-    if (root->storage) { /* the answer stays: a tensor of the caller's from now on */
-        tape->nodes[root->producer].out[root->out_index] = NULL;
-        root->tape = NULL;
-        root->producer = -1;
-        root->requires_grad = 0;
-        root->need = 0;
-    }
-    return ft_tape_reset(tape);
+    if (!root->storage) return ft_tape_reset(tape);
+    /* The answer stays: a tensor of the caller's, once the tape has forgotten who read it. */
+    tape->nodes[root->producer].out[root->out_index] = NULL;
+    FT_TRY(ft_tape_reset(tape));
+    root->tape = NULL;
+    root->producer = -1;
+    root->requires_grad = 0;
+    root->need = 0;
+    return FT_OK;
 }
 
 /* ---------------------------------------------------------------------------------- >>sac.impl

@@ -56,7 +56,7 @@
        ft_io_safetensors_finish       header + 1 MiB                one pass over the data
        ft_io_data_open                100 B a file                  none for the data
        ft_io_data_check_vocab         0                             one pass, none for vocab >= 256
-       ft_io_sampler_index            0                             below 24 hashes in the mean
+       ft_io_sampler_index            0                             at most 48 hashes in the mean
 
    OWNERSHIP, THREADS, ERRORS
      What _open or _create gives, the matching _close, _finish or _abandon takes back; pointers into
@@ -1780,24 +1780,25 @@ static ft_status ft__io_open_temporary(const char *path, char **temporary, int *
     return FT_OK;
 }
 
-/* Makes a rename in path's directory last through a power failure. A directory that may not be
-   read, or a file system that does not sync directories, leaves that to the system. */
-static ft_status ft__io_sync_directory(const char *path)
+/* Opens the directory of `path`, to be synced after the rename, which then lasts through a power
+   failure. *fd = -1 for one that may not be read; that is left to the system. */
+static ft_status ft__io_open_directory(const char *path, int *fd)
 {
     char *directory = ft__io_copy(path);
     if (directory == NULL) return ft__io_oom(path, strlen(path) + 1);
     char *slash = strrchr(directory, '/');
     if (slash != NULL) slash[slash == directory ? 1 : 0] = 0;
-    const int fd = ft__io_open_fd(slash != NULL ? directory : ".", O_RDONLY);
-    int error = 0;
-    if (fd >= 0) {
-        if (fsync(fd) != 0 && errno != EINVAL) error = errno;
-        close(fd);
-    }
+    *fd = ft__io_open_fd(slash != NULL ? directory : ".", O_RDONLY);
     FT_FREE(directory);
-    if (error == 0) return FT_OK;
+    return FT_OK;
+}
+
+/* A file system that does not sync directories says EINVAL: that too is left to the system. */
+static ft_status ft__io_sync_directory(const char *path, int fd)
+{
+    if (fd < 0 || fsync(fd) == 0 || errno == EINVAL) return FT_OK;
     return ft_error(FT_ERR_IO, "%s: written, but its directory cannot be synced: %s", path,
-                    strerror(error));
+                    strerror(errno));
 }
 
 /* rename() would put a file in the place of a device or fail late on a directory. */
@@ -1811,16 +1812,12 @@ static ft_status ft__io_check_target(const char *path)
     return FT_OK;
 }
 
-static ft_status ft__io_commit(const ft_io_safetensors_writer *writer)
+/* Writes the temporary file and puts it in the place of `path`. After the rename nothing can fail
+   but the sync of the directory. */
+static ft_status ft__io_replace(const ft_io_safetensors_writer *writer, int directory)
 {
     char *temporary = NULL;
     int fd = -1;
-    FT_TRY(ft__io_check_distinct(writer->path, "tensor",
-                                 writer->n_items > 0 ? &writer->items[0].name : NULL,
-                                 writer->n_items, sizeof *writer->items));
-    FT_TRY(ft__io_check_distinct(writer->path, "metadata key", (const void *)writer->strings,
-                                 writer->n_strings / 2, 2 * sizeof *writer->strings));
-    FT_TRY(ft__io_check_target(writer->path));
     FT_TRY(ft__io_open_temporary(writer->path, &temporary, &fd));
     ft_status status = ft__io_write_header(writer, fd);
     if (status == FT_OK) status = ft__io_write_data(writer, fd);
@@ -1830,8 +1827,23 @@ static ft_status ft__io_commit(const ft_io_safetensors_writer *writer)
         status = ft_error(FT_ERR_IO, "%s: cannot rename its temporary file: %s", writer->path,
                           strerror(errno));
     if (status != FT_OK) unlink(temporary);
-    else status = ft__io_sync_directory(writer->path);
+    else status = ft__io_sync_directory(writer->path, directory);
     FT_FREE(temporary);
+    return status;
+}
+
+static ft_status ft__io_commit(const ft_io_safetensors_writer *writer)
+{
+    int directory = -1;
+    FT_TRY(ft__io_check_distinct(writer->path, "tensor",
+                                 writer->n_items > 0 ? &writer->items[0].name : NULL,
+                                 writer->n_items, sizeof *writer->items));
+    FT_TRY(ft__io_check_distinct(writer->path, "metadata key", (const void *)writer->strings,
+                                 writer->n_strings / 2, 2 * sizeof *writer->strings));
+    FT_TRY(ft__io_check_target(writer->path));
+    FT_TRY(ft__io_open_directory(writer->path, &directory));
+    const ft_status status = ft__io_replace(writer, directory);
+    if (directory >= 0) close(directory);
     return status;
 }
 
@@ -2358,7 +2370,7 @@ FT_API ft_status ft_io_data_check_vocab(const ft_io_data *data, int64_t vocab)
         n = data->tokens - at < chunk ? data->tokens - at : chunk;
         FT_TRY(ft_io_data_read(data, at, n, tokens));
         for (int64_t i = 0; i < n; i++) {
-            int64_t in_file;
+            int64_t in_file = 0;
             if (tokens[i] < vocab) continue;
             const char *path = ft_io_data_locate(data, at + i, &in_file);
             return ft_error(FT_ERR_DATA,
@@ -2384,7 +2396,9 @@ static uint64_t ft__io_mix(uint64_t x)
 
 FT_API int64_t ft_io_permute(uint64_t seed, int64_t epoch, int64_t n, int64_t i)
 {
-    enum { ROUNDS = 6 };
+    /* 4 rounds are enough for large n. With a handful of windows 6 rounds still favour some places
+       by 13%; from 12 on, counts over many epochs pass a chi-squared test at every n. */
+    enum { ROUNDS = 12 };
     const uint64_t golden = 0x9e3779b97f4a7c15u;
     const uint64_t key = ft__io_mix(ft__io_mix(seed + golden) ^ (uint64_t)epoch);
     int half = 1; /* bits of each half: the least with 4^half >= n */
@@ -2394,7 +2408,7 @@ FT_API int64_t ft_io_permute(uint64_t seed, int64_t epoch, int64_t n, int64_t i)
     uint64_t x = (uint64_t)i;
     /* A round is a bijection of the pair whatever its hash, so the network permutes 0..4^half - 1.
        The cycle through i comes back to i < n at the latest, so the walk ends; and following cycles
-       until they re-enter 0..n-1 is again a bijection. 4^half < 4n: below 4 steps in the mean. */
+       until they re-enter 0..n-1 is again a bijection. 4^half <= 4n: 4 steps in the mean at most. */
     do {
         uint64_t left = x >> half, right = x & mask;
         for (uint64_t round = 1; round <= ROUNDS; round++) {
@@ -2458,7 +2472,7 @@ FT_API ft_status ft_io_sampler_read(const ft_io_sampler *sampler, int64_t step, 
                         "ft_io_sampler_read: %lld samples; tokens and labels must not be NULL",
                         (long long)n);
     for (int64_t b = 0; b < n; b++) {
-        int64_t window;
+        int64_t window = 0;
         FT_TRY(ft_io_sampler_index(sampler, step, position + b, &window, NULL));
         const int64_t T = sampler->seq_len, first = window * T;
         int32_t *row = tokens + b * T, *targets = labels + b * T;

@@ -72,6 +72,10 @@
      [N1]   The norm is summed per (unit, own shard), in a fixed order, padding left out, and over ranks
             in rank order; one clip coefficient follows for all. A norm that is not finite skips the
             update everywhere, by the same number on every rank.
+     [H1]   Hybrid sharding: D = shard_ranks < dp ranks share one copy of the state; the dp / D copies are
+            equal. Gathers and reduce-scatters stay inside a copy (a node),
+     [H2]   and once a step, after a unit's last reduction, the shard is all-reduced across copies: 2
+            P_shard (R-1)/R bytes, R = dp / D. The norm is summed inside a copy.
      [O1]   Weight decay holds per parameter, also where a shard's boundary cuts one.
      At D = 1 no stage sends anything, and a gather is an alias: stage 3 has no gather buffers.
 
@@ -108,18 +112,79 @@
 
 typedef struct ft_zero ft_zero;
 
+/* An optimizer is an elementwise update of fp32 weights: it sees n neighbouring elements that one rank
+   owns, and neither stages nor units. To add one, write the function and fill in the struct. */
+#define FT_ZERO_MAX_STATE 2
+#define FT_ZERO_MAX_HYPER 6
+
+typedef struct ft_zero_update {
+    int64_t n;
+    const float *grad;       /* [n] already clipped */
+    float *weight;           /* [n] fp32 (the master, where weights are bf16): to be updated */
+    float *state[FT_ZERO_MAX_STATE]; /* [n] each, zero at first; those beyond n_state are NULL */
+    double lr, decay;        /* decay: of these n elements, 0 where there is none */
+    int64_t step;            /* updates so far, this one included: from 1; skipped ones do not count */
+    const double *hyper;     /* the optimizer's constants */
+} ft_zero_update;
+
+typedef void (*ft_zero_update_fn)(const ft_zero_update *update);
+
+typedef struct ft_zero_optimizer {
+    const char *name;
+    ft_zero_update_fn update;
+    int n_state;             /* fp32 numbers kept for each parameter, master not counted */
+    double hyper[FT_ZERO_MAX_HYPER];
+} ft_zero_optimizer;
+
+FT_API ft_zero_optimizer ft_zero_adamw(double beta1, double beta2, double eps);
+/* AdamW (Loshchilov and Hutter 2019, algorithm 2): state m, v; 28 bytes moved an element in bf16. */
+FT_API ft_zero_optimizer ft_zero_sgd(double momentum, int nesterov);
+/* v = momentum v + g + decay w; w -= lr (nesterov: g + decay w + momentum v, else v) (Sutskever et al.
+   2013). State v, none where momentum is 0. */
+
+typedef enum ft_zero_dtype { FT_ZERO_SAME = 0, FT_ZERO_F32, FT_ZERO_BF16 } ft_zero_dtype;
+
 typedef struct ft_zero_config {
     int stage;              /* 0, 1, 2 or 3 */
-    ft_dtype dtype;         /* of parameters, gradients and activations: FT_F32 or FT_BF16 */
+    ft_dtype dtype;         /* of parameters and activations: FT_F32 or FT_BF16 */
     int prefetch;           /* stage 3: units gathered ahead of the running one; default 1 */
     ft_switch reduce_overlap; /* reduce a unit under the next one's backward; default on; costs one
                                more unit of gradients in stages 2 and 3 */
-    double beta1, beta2, eps; /* AdamW; defaults 0.9, 0.95, 1e-8 */
+    ft_zero_dtype accumulate_dtype; /* of gradients from the first micro-batch to the update: SAME as
+                               dtype, or F32. Set it with bf16 and many micro-batches: 2 bytes more for
+                               each gradient kept (whole in stages 0, 1; shards in 2, 3) */
+    ft_zero_dtype reduce_dtype; /* of gradients on the wire: SAME as dtype, F32 (twice the traffic of
+                               bf16; sums of many ranks lose nothing) or BF16 (half that of fp32).
+                               Stages 2, 3: also of the unit at work. Stages 0, 1: where it differs from
+                               accumulate_dtype a unit passes through a buffer of tag comm */
+    int shard_ranks;        /* hybrid sharding: shards over groups of so many neighbouring dp ranks (a
+                               node), replicates across groups; 0: over all of dp */
+    ft_zero_optimizer optimizer; /* default ft_zero_adamw(0.9, 0.95, 1e-8) */
     double weight_decay;    /* of parameters added with FT_ZERO_DECAY; 0 means none */
     double grad_clip;       /* largest global norm; 0 means no clipping */
 } ft_zero_config;
 
 FT_API ft_zero_config ft_zero_config_default(void);
+
+/* The learning rate of a step. Every schedule warms up linearly over `warmup` steps: step s of them
+   has peak (s + 1) / warmup. Then, at x = (s - warmup) / (total - warmup) of the way:
+     constant   peak
+     linear     from peak to floor
+     cosine     floor + (peak - floor) (1 + cos(pi x)) / 2 (Loshchilov and Hutter 2017, eq. 5)
+     wsd        peak, and over the last `decay` steps linearly to floor (warm-up, stable, decay: Hu et
+                al. 2024)
+   Steps from `total` on keep the last value. */
+typedef enum ft_schedule { FT_LR_CONSTANT = 0, FT_LR_LINEAR, FT_LR_COSINE, FT_LR_WSD } ft_schedule;
+
+typedef struct ft_lr {
+    ft_schedule schedule;
+    double peak, floor;           /* learning rates */
+    int64_t warmup, decay, total; /* steps */
+} ft_lr;
+
+FT_API ft_status ft_lr_check(const ft_lr *lr);
+FT_API double ft_lr_at(const ft_lr *lr, int64_t step);
+/* A pure function; `step` from 0. */
 
 /* ------------------------------------------------------------------------------------- >>units */
 
@@ -215,6 +280,7 @@ typedef struct ft_zero_formula {
     size_t param, optim;          /* always */
     size_t grad_max, gather_max, comm_max; /* the most at once, within a step */
     int64_t gather_sent, reduce_sent;      /* groups "zero gather" and "zero reduce" */
+    int64_t replica_sent;                  /* group "zero replicas"; exact where dp / D divides 8 */
 } ft_zero_formula;
 
 FT_API ft_status ft_zero_formula_get(const ft_zero *zero, int micro_batches, int tied,
@@ -240,7 +306,8 @@ typedef struct ft__zero_flat {
     ft_tensor *mine;      /* [shard] this rank's weights: a view of full, or [Z3] all that is kept */
     ft_tensor *grad;      /* [padded] gradients, present from the first contribution on */
     ft_tensor *grad_mine; /* [shard] reduced: a view of grad, or [Z2, Z3] a tensor of its own */
-    ft_tensor *master, *m, *v; /* fp32 [shard], stage 0 [padded]; master: only if weights are bf16 */
+    ft_tensor *master;    /* fp32 [shard], stage 0 [padded]; only where weights are bf16 */
+    ft_tensor *state[FT_ZERO_MAX_STATE]; /* fp32, as master; those of the optimizer */
 } ft__zero_flat;
 
 typedef struct ft__zero_param {
@@ -260,6 +327,7 @@ typedef struct ft__zero_unit {
     int resident;         /* weights are here or on their way */
     int backwards;        /* micro-batches whose backward of this unit is over */
     int reduced;          /* reductions queued in this step */
+    int shared;           /* [H2] the replicas' sum is queued */
     ft_event gather_done, reduce_done;
 } ft__zero_unit;
 
@@ -272,7 +340,7 @@ typedef struct ft__region { /* a stretch of forward under a unit, on a tape that
 } ft__region;
 
 typedef struct ft__zero_span { /* neighbouring elements of a shard under one weight decay */
-    ft_tensor *weight, *grad, *master, *m, *v;
+    ft_tensor *weight, *grad, *master, *state[FT_ZERO_MAX_STATE];
     double decay;
     struct ft__zero_span *next;
 } ft__zero_span;
@@ -280,10 +348,15 @@ typedef struct ft__zero_span { /* neighbouring elements of a shard under one wei
 struct ft_zero {
     ft_ctx *ctx;
     ft_zero_config config;
-    int D, rank;                /* of the dp group */
+    int D, rank;                /* ranks that share one copy of the state, and which of them this is */
+    int dp, dp_rank;            /* all data-parallel ranks; dp / D replicas of the state */
+    ft_dtype accumulate_dtype, reduce_dtype; /* resolved */
     int shards_weights;         /* stage 3 and D > 1: at D = 1 a gather is an alias */
     int shards_grads;           /* stage >= 2 and D > 1 */
-    ft_group *gather, *reduce, *scalars;
+    ft_group *gather, *reduce;  /* over D */
+    ft_group *replicas;         /* the ranks with this shard; NULL without hybrid sharding */
+    ft_group *scalars;          /* over dp */
+    ft_op update_rows[2];       /* the optimizer's: [0] fp32 weights, [1] with a master */
     ft_stream *compute, *gather_stream, *reduce_stream;
     ft__zero_unit *units;
     int n_units, cap_units;
@@ -295,8 +368,8 @@ struct ft_zero {
     ft__region *regions;        /* closed, youngest first */
     int unfreed;                /* unit whose reduction may still run, -1: none */
     ft_event weights_ready;     /* the last change of this rank's weights */
-    ft_tensor *counts, *all_counts, *scale;       /* int32 [1], int32 [D], fp32 [1] */
-    ft_tensor *partial, *local, *all, *loss;      /* fp32 [units], [2], [2 D], [1] */
+    ft_tensor *counts, *all_counts, *scale;       /* int32 [1], int32 [dp], fp32 [1] */
+    ft_tensor *partial, *local, *all, *loss;      /* fp32 [units], [2], [2 dp], [1] */
     ft_tensor *control, *updates;                 /* fp32 [FT__CONTROL], int32 [2] */
 };
 
@@ -305,7 +378,7 @@ struct ft_zero {
 static ft_status ft__region_passed(ft_ctx *ctx, void *user);
 static ft_status ft__region_reached(ft_ctx *ctx, void *user);
 
-enum { FT__NORM = 0, FT__COEF, FT__GO, FT__BIAS1, FT__BIAS2, FT__LOSS, FT__CONTROL };
+enum { FT__NORM = 0, FT__COEF, FT__GO, FT__LOSS, FT__CONTROL };
 
 /* ------------------------------------------------------------------------------- >>zero kernels.impl
 
@@ -362,17 +435,17 @@ static ft_status ft__zero_local_run(const ft_op_call *call)
     return FT_OK;
 }
 
-/* in[0] = {sum of squares, loss} of each rank, added in rank order. out[0] = control, out[1] =
-   {updates, skipped}. f[0] = largest norm (0: any), f[1], f[2] = beta1, beta2. The clip coefficient
-   is min(1, max_norm / (norm + 1e-6)); a norm that is not finite clears `go`, on every rank alike,
-   because every rank has the same numbers. */
+/* in[0] = {sum of squares, loss} of each dp rank, added in rank order; squares over the D ranks from
+   i[0] on, which are one copy of the model, losses over all. out[0] = control, out[1] = {updates,
+   skipped}. f[0] = largest norm (0: any). The clip coefficient is min(1, max_norm / (norm + 1e-6)); a
+   norm that is not finite clears `go`, on every rank alike, because all have the same numbers. */
 static ft_status ft__zero_control_run(const ft_op_call *call)
 {
     const float *all = (const float *)call->in[0].data;
     float *control = (float *)call->out[0].data, squares = 0, loss = 0;
     int32_t *count = (int32_t *)call->out[1].data;
     for (int64_t r = 0; r < ft__zero_numel(&call->in[0]) / 2; r++) {
-        squares += all[2 * r];
+        if (r >= call->attr.i[0] && r < call->attr.i[0] + call->attr.i[1]) squares += all[2 * r];
         loss += all[2 * r + 1];
     }
     float norm = sqrtf(squares);
@@ -383,8 +456,6 @@ static ft_status ft__zero_control_run(const ft_op_call *call)
     control[FT__NORM] = norm;
     control[FT__COEF] = (float)coef;
     control[FT__GO] = (float)go;
-    control[FT__BIAS1] = (float)(1 - pow(call->attr.f[1], (double)count[0]));
-    control[FT__BIAS2] = (float)(1 - pow(call->attr.f[2], (double)count[0]));
     control[FT__LOSS] = loss;
     return FT_OK;
 }
@@ -399,31 +470,86 @@ static ft_status ft__zero_scale_run(const ft_op_call *call)
     return FT_OK;
 }
 
-/* AdamW (Loshchilov and Hutter 2019, algorithm 2) on n elements: gradient in[0], control in[1];
-   out = weight, m, v and, if the weight is bf16, its fp32 master. f[0] = lr, f[1] = decay, user =
-   the config. 28 bytes an element in bf16: g 2, master 8, m 8, v 8, weight 2. */
-static ft_status ft__zero_adamw_run(const ft_op_call *call)
+/* AdamW. Bias corrections in double: beta2^t is close to 1 for long. */
+static void ft__adamw_update(const ft_zero_update *u)
 {
-    const ft_zero_config *config = (const ft_zero_config *)call->attr.user;
-    const float *control = (const float *)call->in[1].data;
-    const ft_view *g = &call->in[0], *w = &call->out[0];
-    float *m = (float *)call->out[1].data, *v = (float *)call->out[2].data;
-    float *p = (float *)(call->op->n_out == 4 ? call->out[3].data : w->data);
-    float coef = control[FT__COEF], eps = (float)config->eps;
-    float b1 = (float)config->beta1, b2 = (float)config->beta2;
-    float shrink = (float)(1 - call->attr.f[0] * call->attr.f[1]);
-    float rate = (float)(call->attr.f[0] / (double)control[FT__BIAS1]);
-    float root = 1.0f / sqrtf(control[FT__BIAS2]);
-    if (control[FT__GO] == 0.0f) return FT_OK;
-    for (int64_t i = 0, n = ft__zero_numel(w); i < n; i++) {
-        float x = ft__zero_load(g, i) * coef;
-        m[i] = b1 * m[i] + (1 - b1) * x;
-        v[i] = b2 * v[i] + (1 - b2) * x * x;
+    float b1 = (float)u->hyper[0], b2 = (float)u->hyper[1], eps = (float)u->hyper[2];
+    float shrink = (float)(1 - u->lr * u->decay);
+    float rate = (float)(u->lr / (1 - pow(u->hyper[0], (double)u->step)));
+    float root = (float)(1 / sqrt(1 - pow(u->hyper[1], (double)u->step)));
+    float *p = u->weight, *m = u->state[0], *v = u->state[1];
+    for (int64_t i = 0; i < u->n; i++) {
+        float g = u->grad[i];
+        m[i] = b1 * m[i] + (1 - b1) * g;
+        v[i] = b2 * v[i] + (1 - b2) * g * g;
         p[i] = p[i] * shrink - rate * m[i] / (sqrtf(v[i]) * root + eps);
     }
-    if (call->op->n_out == 4)
-        for (int64_t i = 0, n = ft__zero_numel(w); i < n; i++)
-            ((uint16_t *)w->data)[i] = ft_bf16_from_f32(p[i]);
+}
+
+static void ft__sgd_update(const ft_zero_update *u)
+{
+    float momentum = (float)u->hyper[0], lr = (float)u->lr, decay = (float)u->decay;
+    float *p = u->weight, *v = u->state[0];
+    int nesterov = u->hyper[1] > 0;
+    for (int64_t i = 0; i < u->n; i++) {
+        float g = u->grad[i] + decay * p[i];
+        if (v) v[i] = momentum * v[i] + g;
+        p[i] -= lr * (!v ? g : nesterov ? g + momentum * v[i] : v[i]);
+    }
+}
+
+FT_API ft_zero_optimizer ft_zero_adamw(double beta1, double beta2, double eps)
+{
+    ft_zero_optimizer o;
+    memset(&o, 0, sizeof o);
+    o.name = "adamw";
+    o.update = ft__adamw_update;
+    o.n_state = 2;
+    o.hyper[0] = beta1;
+    o.hyper[1] = beta2;
+    o.hyper[2] = eps;
+    return o;
+}
+
+FT_API ft_zero_optimizer ft_zero_sgd(double momentum, int nesterov)
+{
+    ft_zero_optimizer o;
+    memset(&o, 0, sizeof o);
+    o.name = "sgd";
+    o.update = ft__sgd_update;
+    o.n_state = momentum > 0 ? 1 : 0;
+    o.hyper[0] = momentum;
+    o.hyper[1] = nesterov;
+    return o;
+}
+
+/* Runs the optimizer on blocks of clipped fp32 gradients. in = gradient, control, updates; out =
+   weight, the states, and the master if the weight is not fp32. f = lr, decay; user = optimizer. */
+static ft_status ft__zero_update_run(const ft_op_call *call)
+{
+    const ft_zero_optimizer *o = (const ft_zero_optimizer *)call->attr.user;
+    const float *control = (const float *)call->in[1].data;
+    const ft_view *w = &call->out[0];
+    int has_master = call->op->n_out == o->n_state + 2;
+    float *weight = (float *)(has_master ? call->out[o->n_state + 1].data : w->data), block[256];
+    if (control[FT__GO] == 0.0f) return FT_OK;
+    for (int64_t at = 0, n = ft__zero_numel(w); at < n; at += 256) {
+        ft_zero_update u;
+        memset(&u, 0, sizeof u);
+        u.n = n - at < 256 ? n - at : 256;
+        for (int64_t i = 0; i < u.n; i++)
+            block[i] = ft__zero_load(&call->in[0], at + i) * control[FT__COEF];
+        u.grad = block;
+        u.weight = weight + at;
+        for (int k = 0; k < o->n_state; k++) u.state[k] = (float *)call->out[1 + k].data + at;
+        u.lr = call->attr.f[0];
+        u.decay = call->attr.f[1];
+        u.step = ((const int32_t *)call->in[2].data)[0];
+        u.hyper = o->hyper;
+        o->update(&u);
+        for (int64_t i = 0; has_master && i < u.n; i++)
+            ((uint16_t *)w->data)[at + i] = ft_bf16_from_f32(weight[at + i]);
+    }
     return FT_OK;
 }
 
@@ -435,13 +561,44 @@ static const ft_op ft__zero_rows[] = {
     FT__ZERO_ROW("zero sum of squares", 1, 1, ft__zero_sumsq_run),
     FT__ZERO_ROW("zero local scalars", 2, 1, ft__zero_local_run),
     FT__ZERO_ROW("zero control", 1, 2, ft__zero_control_run),
-    FT__ZERO_ROW("zero loss scale", 1, 1, ft__zero_scale_run),
-    FT__ZERO_ROW("adamw", 2, 3, ft__zero_adamw_run),
-    FT__ZERO_ROW("adamw master", 2, 4, ft__zero_adamw_run)
+    FT__ZERO_ROW("zero loss scale", 1, 1, ft__zero_scale_run)
 };
 
-enum { FT__ROW_SUMSQ = 0, FT__ROW_LOCAL, FT__ROW_CONTROL, FT__ROW_SCALE, FT__ROW_ADAMW,
-       FT__ROW_ADAMW_MASTER, FT__ROWS };
+enum { FT__ROW_SUMSQ = 0, FT__ROW_LOCAL, FT__ROW_CONTROL, FT__ROW_SCALE, FT__ROWS };
+
+/* ---------------------------------------------------------------------------- >>schedule.impl */
+
+FT_API ft_status ft_lr_check(const ft_lr *lr)
+{
+    if ((unsigned)lr->schedule > FT_LR_WSD)
+        return ft_error(FT_ERR_ARG, "unknown learning-rate schedule %d", (int)lr->schedule);
+    if (!(lr->peak >= 0 && lr->floor >= 0 && lr->floor <= lr->peak))
+        return ft_error(FT_ERR_ARG, "a learning rate wants 0 <= floor <= peak, not floor %g, peak %g",
+                        lr->floor, lr->peak);
+    if (lr->warmup < 0 || lr->decay < 0 || lr->total < 0)
+        return ft_error(FT_ERR_ARG, "a schedule wants steps >= 0, not warm-up %lld, decay %lld, total "
+                        "%lld", (long long)lr->warmup, (long long)lr->decay, (long long)lr->total);
+    int64_t need = lr->warmup + (lr->schedule == FT_LR_WSD ? lr->decay : 0);
+    if (lr->schedule != FT_LR_CONSTANT && need > lr->total)
+        return ft_error(FT_ERR_ARG, "warm-up and decay take %lld steps, more than the %lld of the run",
+                        (long long)need, (long long)lr->total);
+    return FT_OK;
+}
+
+FT_API double ft_lr_at(const ft_lr *lr, int64_t step)
+{
+    double span = lr->peak - lr->floor;
+    if (step < lr->warmup) return lr->peak * (double)(step + 1) / (double)lr->warmup;
+    if (lr->schedule == FT_LR_CONSTANT || lr->total <= lr->warmup) return lr->peak;
+    if (step > lr->total) step = lr->total;
+    double x = (double)(step - lr->warmup) / (double)(lr->total - lr->warmup);
+    if (lr->schedule == FT_LR_LINEAR) return lr->peak - span * x;
+    if (lr->schedule == FT_LR_COSINE)
+        return lr->floor + span * 0.5 * (1 + cos(3.14159265358979323846 * x));
+    int64_t left = lr->total - step; /* wsd */
+    if (left >= lr->decay) return lr->peak;
+    return lr->floor + span * (double)left / (double)lr->decay;
+}
 
 /* ------------------------------------------------------------------------------ >>describe.impl */
 
@@ -450,9 +607,7 @@ FT_API ft_zero_config ft_zero_config_default(void)
     ft_zero_config config;
     memset(&config, 0, sizeof config);
     config.prefetch = 1;
-    config.beta1 = 0.9;
-    config.beta2 = 0.95;
-    config.eps = 1e-8;
+    config.optimizer = ft_zero_adamw(0.9, 0.95, 1e-8);
     return config;
 }
 
@@ -464,13 +619,75 @@ static ft_status ft__zero_config_check(const ft_zero_config *c)
         return ft_error(FT_ERR_ARG, "weights are fp32 or bf16, not %s", ft_dtype_name(c->dtype));
     if (c->prefetch < 0 || c->prefetch > 1024)
         return ft_error(FT_ERR_ARG, "prefetch %d: 0 to 1024 units", c->prefetch);
-    if (!(c->beta1 >= 0 && c->beta1 < 1 && c->beta2 >= 0 && c->beta2 < 1 && c->eps >= 0))
+    const ft_zero_optimizer *o = &c->optimizer;
+    if (!o->update || !o->name || o->n_state < 0 || o->n_state > FT_OP_MAX_OUT - 2)
+        return ft_error(FT_ERR_ARG, "the optimizer %s needs an update function and 0 to %d states, not "
+                        "%d", o->name ? o->name : "(no name)", FT_OP_MAX_OUT - 2, o->n_state);
+    if (o->update == ft__adamw_update && !(o->hyper[0] >= 0 && o->hyper[0] < 1 && o->hyper[1] >= 0 &&
+                                           o->hyper[1] < 1 && o->hyper[2] >= 0))
         return ft_error(FT_ERR_ARG, "AdamW wants betas in [0, 1) and eps >= 0, not %g %g %g",
-                        c->beta1, c->beta2, c->eps);
+                        o->hyper[0], o->hyper[1], o->hyper[2]);
+    if (o->update == ft__sgd_update && !(o->hyper[0] >= 0 && o->hyper[0] < 1))
+        return ft_error(FT_ERR_ARG, "SGD wants a momentum in [0, 1), not %g", o->hyper[0]);
+    if ((unsigned)c->accumulate_dtype > FT_ZERO_BF16 || (unsigned)c->reduce_dtype > FT_ZERO_BF16)
+        return ft_error(FT_ERR_ARG, "accumulate_dtype %d, reduce_dtype %d: see ft_zero_dtype",
+                        (int)c->accumulate_dtype, (int)c->reduce_dtype);
+    if (c->accumulate_dtype == FT_ZERO_BF16 && c->dtype == FT_F32)
+        return ft_error(FT_ERR_UNSUPPORTED, "gradients of fp32 weights are not accumulated in bf16: it "
+                        "would lose them; reduce_dtype bf16 halves the traffic instead");
     if (!(c->weight_decay >= 0 && c->grad_clip >= 0))
         return ft_error(FT_ERR_ARG, "weight decay %g and gradient clip %g must not be negative",
                         c->weight_decay, c->grad_clip);
     return FT_OK;
+}
+
+static ft_dtype ft__zero_resolve(ft_zero_dtype wanted, ft_dtype dtype)
+{
+    return wanted == FT_ZERO_F32 ? FT_F32 : wanted == FT_ZERO_BF16 ? FT_BF16 : dtype;
+}
+
+/* dp ranks first, first + stride, ... (n of them) as a group. */
+static ft_status ft__zero_subgroup(ft_zero *z, const ft_mesh *mesh, const char *name, int first,
+                                   int stride, int n, ft_group **out)
+{
+    int *ranks = (int *)ft_host_alloc(z->ctx, (size_t)n * sizeof *ranks);
+    if (!ranks) return FT_ERR_OOM;
+    for (int i = 0; i < n; i++)
+        ranks[i] = (mesh->coord[FT_AXIS_PP] * mesh->size[FT_AXIS_DP] + first + i * stride) *
+                   mesh->size[FT_AXIS_TP] + mesh->coord[FT_AXIS_TP];
+    ft_status status = ft_group_create(z->ctx, name, n, ranks, out);
+    ft_host_free(z->ctx, ranks);
+    return status;
+}
+
+/* [H1] Shards over `D` neighbours, replicas across: rank d of dp has shard d % D of copy d / D. */
+static ft_status ft__zero_groups(ft_zero *z, const ft_mesh *mesh)
+{
+    int dp = mesh->size[FT_AXIS_DP], d = mesh->coord[FT_AXIS_DP];
+    int D = z->config.shard_ranks ? z->config.shard_ranks : dp;
+    if (D < 1 || dp % D)
+        return ft_error(FT_ERR_ARG, "shard_ranks %d does not divide the %d data-parallel ranks", D, dp);
+    z->D = D;
+    z->rank = d % D;
+    z->dp = dp;
+    z->dp_rank = d;
+    FT_TRY(ft__zero_subgroup(z, mesh, "zero gather", d - d % D, 1, D, &z->gather));
+    FT_TRY(ft__zero_subgroup(z, mesh, "zero reduce", d - d % D, 1, D, &z->reduce));
+    if (D < dp) FT_TRY(ft__zero_subgroup(z, mesh, "zero replicas", d % D, D, dp / D, &z->replicas));
+    return ft_mesh_group(z->ctx, mesh, FT_AXIS_DP, "zero scalars", &z->scalars);
+}
+
+static void ft__zero_update_rows(ft_zero *z)
+{
+    for (int k = 0; k < 2; k++) {
+        ft_op *row = &z->update_rows[k];
+        *row = ft_op_default();
+        row->name = z->config.optimizer.name;
+        row->n_in = 3;
+        row->n_out = 1 + z->config.optimizer.n_state + k;
+        row->infer = ft__zero_infer;
+        row->forward = ft__zero_update_run;
+    }
 }
 
 FT_API ft_status ft_zero_create(ft_ctx *ctx, const ft_zero_config *config, const ft_mesh *mesh,
@@ -482,11 +699,7 @@ FT_API ft_status ft_zero_create(ft_ctx *ctx, const ft_zero_config *config, const
     z->ctx = ctx;
     z->config = *config;
     if (z->config.reduce_overlap == FT_DEFAULT) z->config.reduce_overlap = FT_ON;
-    FT_TRY(ft_mesh_group(ctx, mesh, FT_AXIS_DP, "zero gather", &z->gather));
-    FT_TRY(ft_mesh_group(ctx, mesh, FT_AXIS_DP, "zero reduce", &z->reduce));
-    FT_TRY(ft_mesh_group(ctx, mesh, FT_AXIS_DP, "zero scalars", &z->scalars));
-    z->D = ft_group_size(z->gather);
-    z->rank = ft_group_rank(z->gather);
+    FT_TRY(ft__zero_groups(z, mesh));
     z->shards_weights = config->stage == 3 && z->D > 1;
     z->shards_grads = config->stage >= 2 && z->D > 1;
     z->compute = ft_stream_get(ctx, FT_STREAM_COMPUTE);
@@ -495,6 +708,10 @@ FT_API ft_status ft_zero_create(ft_ctx *ctx, const ft_zero_config *config, const
     z->params_end = &z->params;
     z->spans_end = &z->spans;
     z->unfreed = -1;
+    z->accumulate_dtype = ft__zero_resolve(config->accumulate_dtype, config->dtype);
+    z->reduce_dtype = ft__zero_resolve(config->reduce_dtype, config->dtype);
+    ft__zero_update_rows(z);
+    for (int k = 0; k < 2; k++) FT_TRY(ft_op_register(ctx, &z->update_rows[k]));
     for (int i = 0; i < FT__ROWS; i++) FT_TRY(ft_op_register(ctx, &ft__zero_rows[i]));
     *out = z;
     return FT_OK;
@@ -575,22 +792,29 @@ static ft_status ft__flat_weights(ft_zero *z, ft__zero_flat *f)
     return ft_tensor_view(f->full, &f->mine, z->rank * f->shard, 1, &f->shard);
 }
 
+/* Whole gradients: [Z0, Z1] stay until the update, [Z2, Z3] only until they travel. */
+static ft_dtype ft__zero_full_dtype(const ft_zero *z)
+{
+    return z->shards_grads ? z->reduce_dtype : z->accumulate_dtype;
+}
+
 /* Gradients get storage when they are needed; optimizer state has it always: [Z0] of the whole flat,
    [Z1-Z3] of the shard. */
 static ft_status ft__flat_training(ft_zero *z, ft__zero_flat *f)
 {
     ft_status status = FT_OK;
     int64_t n = z->config.stage == 0 ? f->padded : f->shard;
-    FT_TRY(ft_tensor_empty(z->ctx, &f->grad, z->config.dtype, 1, &f->padded));
+    FT_TRY(ft_tensor_empty(z->ctx, &f->grad, ft__zero_full_dtype(z), 1, &f->padded));
     if (z->shards_grads)
-        FT_TRY(ft_tensor_empty(z->ctx, &f->grad_mine, z->config.dtype, 1, &f->shard));
+        FT_TRY(ft_tensor_empty(z->ctx, &f->grad_mine, z->accumulate_dtype, 1, &f->shard));
     else FT_TRY(ft_tensor_view(f->grad, &f->grad_mine, z->rank * f->shard, 1, &f->shard));
     if (z->config.dtype != FT_F32) f->master = ft__shape1(z, FT_F32, n, FT_TAG_OPTIM, &status);
-    f->m = ft__shape1(z, FT_F32, n, FT_TAG_OPTIM, &status);
-    f->v = ft__shape1(z, FT_F32, n, FT_TAG_OPTIM, &status);
-    FT_TRY(status);
-    FT_TRY(ft_fill(f->m, 0, z->compute));
-    return ft_fill(f->v, 0, z->compute);
+    for (int k = 0; k < z->config.optimizer.n_state; k++) {
+        f->state[k] = ft__shape1(z, FT_F32, n, FT_TAG_OPTIM, &status);
+        FT_TRY(status);
+        FT_TRY(ft_fill(f->state[k], 0, z->compute));
+    }
+    return status;
 }
 
 static ft_status ft__zero_bind(ft_zero *z, ft__zero_param *p)
@@ -607,7 +831,7 @@ static ft_status ft__zero_bind(ft_zero *z, ft__zero_param *p)
 }
 
 /* What the optimizer updates in one launch: the part of [first, first + n) of the flat that lies in
-   [a, b), as views of this rank's buffers. `n` elements of m, v start at `first`. */
+   [a, b), as views of this rank's buffers. The master and the states start at `first`. */
 static ft_status ft__zero_span_add(ft_zero *z, ft__zero_flat *f, int64_t a, int64_t b, double decay)
 {
     int whole = z->config.stage == 0;
@@ -622,8 +846,8 @@ static ft_status ft__zero_span_add(ft_zero *z, ft__zero_flat *f, int64_t a, int6
     FT_TRY(ft_tensor_view(whole ? f->full : f->mine, &s->weight, at, 1, &n));
     FT_TRY(ft_tensor_view(whole ? f->grad : f->grad_mine, &s->grad, at, 1, &n));
     if (f->master) FT_TRY(ft_tensor_view(f->master, &s->master, at, 1, &n));
-    FT_TRY(ft_tensor_view(f->m, &s->m, at, 1, &n));
-    FT_TRY(ft_tensor_view(f->v, &s->v, at, 1, &n));
+    for (int k = 0; k < z->config.optimizer.n_state; k++)
+        FT_TRY(ft_tensor_view(f->state[k], &s->state[k], at, 1, &n));
     *z->spans_end = s;
     z->spans_end = &s->next;
     return FT_OK;
@@ -653,11 +877,11 @@ static ft_status ft__zero_scalars(ft_zero *z)
 {
     ft_status status = FT_OK;
     z->counts = ft__shape1(z, FT_I32, 1, FT_TAG_OTHER, &status);
-    z->all_counts = ft__shape1(z, FT_I32, z->D, FT_TAG_OTHER, &status);
+    z->all_counts = ft__shape1(z, FT_I32, z->dp, FT_TAG_OTHER, &status);
     z->scale = ft__shape1(z, FT_F32, 1, FT_TAG_OTHER, &status);
     z->partial = ft__shape1(z, FT_F32, z->n_units, FT_TAG_OTHER, &status);
     z->local = ft__shape1(z, FT_F32, 2, FT_TAG_OTHER, &status);
-    z->all = ft__shape1(z, FT_F32, 2 * z->D, FT_TAG_OTHER, &status);
+    z->all = ft__shape1(z, FT_F32, 2 * z->dp, FT_TAG_OTHER, &status);
     z->loss = ft__shape1(z, FT_F32, 1, FT_TAG_OTHER, &status);
     z->control = ft__shape1(z, FT_F32, FT__CONTROL, FT_TAG_OTHER, &status);
     z->updates = ft__shape1(z, FT_I32, 2, FT_TAG_OTHER, &status);
@@ -672,18 +896,38 @@ static uint64_t ft__zero_mix(uint64_t hash, uint64_t value)
     return (hash ^ value) * 1099511628211u;
 }
 
+static uint64_t ft__zero_mix_bytes(uint64_t hash, const void *bytes, size_t n)
+{
+    for (size_t i = 0; i < n; i++) hash = ft__zero_mix(hash, ((const unsigned char *)bytes)[i]);
+    return hash;
+}
+
 /* A number that differs where ranks describe different models or options. */
 static uint64_t ft__zero_description(const ft_zero *z)
 {
+    const ft_zero_config *c = &z->config;
     uint64_t hash = 1469598103934665603u;
-    hash = ft__zero_mix(hash, (uint64_t)z->config.stage);
-    hash = ft__zero_mix(hash, (uint64_t)z->config.dtype);
-    hash = ft__zero_mix(hash, (uint64_t)z->config.prefetch);
-    hash = ft__zero_mix(hash, (uint64_t)z->config.reduce_overlap);
-    hash = ft__zero_mix(hash, (uint64_t)z->n_units);
+    int64_t options[9];
+    double numbers[2];
+    options[0] = c->stage;
+    options[1] = c->dtype;
+    options[2] = c->prefetch;
+    options[3] = c->reduce_overlap;
+    options[4] = z->accumulate_dtype;
+    options[5] = z->reduce_dtype;
+    options[6] = z->D;
+    options[7] = c->optimizer.n_state;
+    options[8] = z->n_units;
+    numbers[0] = c->weight_decay;
+    numbers[1] = c->grad_clip;
+    hash = ft__zero_mix_bytes(hash, options, sizeof options);
+    hash = ft__zero_mix_bytes(hash, numbers, sizeof numbers);
+    hash = ft__zero_mix_bytes(hash, c->optimizer.hyper, sizeof c->optimizer.hyper);
+    hash = ft__zero_mix_bytes(hash, c->optimizer.name, strlen(c->optimizer.name));
     for (const ft__zero_param *p = z->params; p; p = p->next) {
         hash = ft__zero_mix(ft__zero_mix(hash, (uint64_t)p->unit), (uint64_t)p->flags);
-        hash = ft__zero_mix(hash, (uint64_t)ft_numel(p->weight));
+        hash = ft__zero_mix_bytes(hash, p->weight->name, strlen(p->weight->name));
+        hash = ft__zero_mix_bytes(hash, p->weight->shape, sizeof p->weight->shape);
     }
     return hash;
 }
@@ -760,16 +1004,19 @@ static int64_t ft__zero_common(int64_t first, int64_t n, int64_t start, int64_t 
 }
 
 /* Stores fp32 values (device tensor `part`, elements first..first+n of flat f) wherever this rank
-   keeps them: weights, and the master if there is one. */
+   keeps them: whole weights (in stage 3, if they are gathered or fetched ahead), the shard, and the
+   master if there is one. */
 static ft_status ft__flat_store(ft_zero *z, ft__zero_flat *f, int64_t first, ft_tensor *part)
 {
-    ft_tensor *to[2];
-    int64_t start[2], len[2], n = ft_numel(part);
-    to[0] = z->shards_weights ? f->mine : f->full;
-    start[0] = z->shards_weights ? z->rank * f->shard : 0;
-    to[1] = f->master;
-    start[1] = z->config.stage == 0 ? 0 : z->rank * f->shard;
-    for (int k = 0; k < 2; k++) {
+    ft_tensor *to[3];
+    int64_t start[3], len[3], n = ft_numel(part);
+    to[0] = ft_tensor_present(f->full) ? f->full : NULL;
+    start[0] = 0;
+    to[1] = z->shards_weights ? f->mine : NULL;
+    start[1] = z->rank * f->shard;
+    to[2] = f->master;
+    start[2] = z->config.stage == 0 ? 0 : z->rank * f->shard;
+    for (int k = 0; k < 3; k++) {
         int64_t in_part, in_buffer;
         if (!to[k]) continue;
         len[k] = ft_numel(to[k]);
@@ -791,7 +1038,9 @@ FT_API ft_status ft_zero_import(ft_zero *zero, ft_tensor *param, int64_t first, 
 {
     ft__zero_param *p;
     FT_TRY(ft__zero_range(zero, param, first, n, &p));
-    ft__zero_flat *f = &zero->units[p->unit].flat[p->flags & FT_ZERO_FROZEN ? 1 : 0];
+    ft__zero_unit *u = &zero->units[p->unit];
+    ft__zero_flat *f = &u->flat[p->flags & FT_ZERO_FROZEN ? 1 : 0];
+    FT_TRY(ft_stream_wait(zero->compute, u->gather_done)); /* [E2] [E5] a gather reads and writes it */
     for (int64_t at = 0; at < n; at += FT__CHUNK_ELEMS) {
         int64_t piece = n - at < FT__CHUNK_ELEMS ? n - at : FT__CHUNK_ELEMS;
         ft_tensor *part;
@@ -826,8 +1075,9 @@ static ft_status ft__zero_initialise(ft_zero *zero, ft__zero_param *p, ft_zero_i
     return FT_OK;
 }
 
-/* values[n] on every rank. Whoever has a part of the range puts it into a buffer of the range's size
-   and broadcasts it: n (D-1) elements travel, and no rank ever holds a whole unit for it. */
+/* values[n] on every rank. Each of the first copy's D ranks that has a part of the range puts it into
+   a buffer of the range's size and broadcasts it: n (dp-1) elements travel, and no rank ever holds a
+   whole unit for it. */
 static ft_status ft__zero_collect(ft_zero *z, ft_tensor *whole, ft_tensor *mine, int64_t shard,
                                   int64_t first, int64_t n, float *values)
 {
@@ -840,7 +1090,7 @@ static ft_status ft__zero_collect(ft_zero *z, ft_tensor *whole, ft_tensor *mine,
         ft_tensor *piece;
         if (common < 1) continue;
         FT_TRY(ft_tensor_view(part, &piece, in_part, 1, &common));
-        if (r == z->rank) FT_TRY(ft__copy_part(z, mine, in_shard, common, piece, 0));
+        if (r == z->dp_rank) FT_TRY(ft__copy_part(z, mine, in_shard, common, piece, 0));
         FT_TRY(ft_broadcast(z->scalars, z->compute, piece, r));
         ft_tensor_free(piece);
     }
@@ -882,7 +1132,7 @@ FT_API ft_status ft_zero_export_grad(ft_zero *zero, ft_tensor *param, int64_t fi
     if (p->flags & FT_ZERO_FROZEN)
         return ft_error(FT_ERR_STATE, "%s is frozen: it has no gradient", param->name);
     ft__zero_unit *u = &zero->units[p->unit];
-    ft_tensor *shard;
+    ft_tensor *shard = NULL;
     FT_TRY(ft_zero_get_shard(zero, p->unit, &shard));
     FT_TRY(ft_stream_wait(zero->compute, u->reduce_done)); /* [E4] */
     ft_tensor *whole = zero->config.stage == 0 ? u->flat[0].grad : NULL;
@@ -974,14 +1224,15 @@ FT_API ft_status ft_zero_get_full(ft_zero *zero, int unit)
     if (!zero->in_step)
         return ft_error(FT_ERR_STATE, "gradients of unit %s outside ft_zero_step_begin and _end",
                         u->name);
+    if (u->reduced >= (zero->config.stage < 2 ? 1 : zero->micro_batches))
+        return ft_error(FT_ERR_STATE, "unit %s was reduced already in this step of %d micro-batches: "
+                        "what came now would be lost or counted twice", u->name,
+                        zero->micro_batches);
     if (zero->unfreed == unit) { /* the last micro-batch's, whose reduction may still run */
         zero->unfreed = -1;
         FT_TRY(ft__unit_free_grad(zero, unit));
     }
     if (ft_tensor_present(u->flat[0].grad)) return FT_OK;
-    if (u->reduced && !zero->shards_grads)
-        return ft_error(FT_ERR_STATE, "unit %s was reduced already in this step of %d micro-batches",
-                        u->name, zero->micro_batches);
     for (ft__zero_param *p = zero->params; p; p = p->next)
         if (p->unit == unit) p->fresh = 1;
     return ft_tensor_attach(u->flat[0].grad, FT_TAG_GRAD, zero->compute);
@@ -1010,22 +1261,68 @@ static ft_status ft__unit_settle_fresh(ft_zero *z, int unit)
     return FT_OK;
 }
 
-/* [Z2.1] The unit's gradients go into this rank's shard: the first micro-batch's straight, later ones
-   through a buffer of the shard's size and an addition. */
-static ft_status ft__reduce_into_shard(ft_zero *z, ft__zero_unit *u)
+static ft_status ft__comm_buffer(ft_zero *z, ft_dtype dtype, int64_t n, ft_tensor **out)
 {
-    ft__zero_flat *f = &u->flat[0];
-    if (!ft_tensor_present(f->grad_mine)) {
-        FT_TRY(ft_tensor_attach(f->grad_mine, FT_TAG_GRAD, z->reduce_stream));
-        return ft_reduce_scatter(z->reduce, z->reduce_stream, f->grad, f->grad_mine);
-    }
+    FT_TRY(ft_tensor_empty(z->ctx, out, dtype, 1, &n));
+    return ft_tensor_attach(*out, FT_TAG_COMM, z->reduce_stream);
+}
+
+static ft_status ft__comm_buffer_free(ft_zero *z, ft_tensor *buffer)
+{
+    FT_TRY(ft_tensor_detach(buffer, z->reduce_stream));
+    ft_tensor_free(buffer);
+    return FT_OK;
+}
+
+/* [Z2.1] The unit's gradients go into this rank's shard: the first micro-batch's straight, if the
+   dtypes agree; else through a buffer of the shard's size, and a conversion or an addition. */
+static ft_status ft__reduce_into_shard(ft_zero *z, ft__zero_flat *f)
+{
     ft_tensor *part;
-    FT_TRY(ft_tensor_empty(z->ctx, &part, f->grad->dtype, 1, &f->shard));
-    FT_TRY(ft_tensor_attach(part, FT_TAG_COMM, z->reduce_stream));
+    int first = !ft_tensor_present(f->grad_mine);
+    if (first) FT_TRY(ft_tensor_attach(f->grad_mine, FT_TAG_GRAD, z->reduce_stream));
+    if (first && f->grad->dtype == f->grad_mine->dtype)
+        return ft_reduce_scatter(z->reduce, z->reduce_stream, f->grad, f->grad_mine);
+    FT_TRY(ft__comm_buffer(z, f->grad->dtype, f->shard, &part));
     FT_TRY(ft_reduce_scatter(z->reduce, z->reduce_stream, f->grad, part));
-    FT_TRY(ft_accumulate(f->grad_mine, part, z->reduce_stream));
-    FT_TRY(ft_tensor_detach(part, z->reduce_stream));
-    ft_tensor_free(part);
+    if (first) FT_TRY(ft_copy(f->grad_mine, part, z->reduce_stream));
+    else FT_TRY(ft_accumulate(f->grad_mine, part, z->reduce_stream));
+    return ft__comm_buffer_free(z, part);
+}
+
+/* [Z0, Z1] In place: this rank's part of the whole gradient becomes the sum; in stage 0 all of it. */
+static ft_status ft__reduce_in_place(ft_zero *z, ft__zero_flat *f, ft_tensor *full, ft_tensor *mine)
+{
+    FT_TRY(ft_reduce_scatter(z->reduce, z->reduce_stream, full, mine));
+    if (z->replicas) FT_TRY(ft_all_reduce(z->replicas, z->reduce_stream, mine)); /* [H2] */
+    if (z->config.stage == 0) /* [Z0.1] everyone updates everything */
+        FT_TRY(ft_all_gather(z->reduce, z->reduce_stream, mine, full));
+    if (full == f->grad) return FT_OK;
+    if (z->config.stage == 0) return ft_copy(f->grad, full, z->reduce_stream);
+    return ft_copy(f->grad_mine, mine, z->reduce_stream);
+}
+
+/* The same where the wire has another dtype: a copy of the unit travels. */
+static ft_status ft__reduce_whole(ft_zero *z, ft__zero_flat *f)
+{
+    ft_tensor *wire, *mine;
+    if (z->dp == 1) return FT_OK;
+    if (z->reduce_dtype == f->grad->dtype) return ft__reduce_in_place(z, f, f->grad, f->grad_mine);
+    FT_TRY(ft__comm_buffer(z, z->reduce_dtype, f->padded, &wire));
+    FT_TRY(ft_tensor_view(wire, &mine, z->rank * f->shard, 1, &f->shard));
+    FT_TRY(ft_copy(wire, f->grad, z->reduce_stream));
+    FT_TRY(ft__reduce_in_place(z, f, wire, mine));
+    ft_tensor_free(mine);
+    return ft__comm_buffer_free(z, wire);
+}
+
+/* [H2] After the unit's last reduction of the step the replicas add up their shards. */
+static ft_status ft__reduce_replicas(ft_zero *z, ft__zero_unit *u)
+{
+    if (!z->replicas || !z->shards_grads || u->shared) return FT_OK;
+    u->shared = 1;
+    FT_TRY(ft_all_reduce(z->replicas, z->reduce_stream, u->flat[0].grad_mine));
+    u->reduce_done = ft_event_record(z->reduce_stream);
     return FT_OK;
 }
 
@@ -1036,22 +1333,18 @@ FT_API ft_status ft_zero_reduce(ft_zero *zero, int unit)
     FT_TRY(ft_zero_get_full(zero, unit));
     FT_TRY(ft__unit_settle_fresh(zero, unit));
     FT_TRY(ft_stream_wait(zero->reduce_stream, ft_event_record(zero->compute))); /* [E3] */
-    if (zero->shards_grads) FT_TRY(ft__reduce_into_shard(zero, u));
-    else if (zero->D > 1)
-        FT_TRY(ft_reduce_scatter(zero->reduce, zero->reduce_stream, u->flat[0].grad,
-                                 u->flat[0].grad_mine));
-    if (zero->config.stage == 0 && zero->D > 1) /* [Z0.1] everyone updates everything */
-        FT_TRY(ft_all_gather(zero->reduce, zero->reduce_stream, u->flat[0].grad_mine,
-                             u->flat[0].grad));
+    if (zero->shards_grads) FT_TRY(ft__reduce_into_shard(zero, &u->flat[0]));
+    else FT_TRY(ft__reduce_whole(zero, &u->flat[0]));
     u->reduce_done = ft_event_record(zero->reduce_stream);
     u->reduced++;
+    if (u->reduced == zero->micro_batches) FT_TRY(ft__reduce_replicas(zero, u));
     if (zero->config.reduce_overlap == FT_OFF)
         FT_TRY(ft_stream_wait(zero->compute, u->reduce_done)); /* [E4] at once */
     if (!zero->shards_grads) return FT_OK;
+    if (zero->config.reduce_overlap == FT_OFF) return ft__unit_free_grad(zero, unit);
     /* [Z2.2] With overlap the buffer stays until the next unit's reduction is queued. */
     int before = zero->unfreed;
-    zero->unfreed = zero->config.reduce_overlap == FT_OFF ? -1 : unit;
-    if (zero->config.reduce_overlap == FT_OFF) return ft__unit_free_grad(zero, unit);
+    zero->unfreed = unit;
     return before >= 0 ? ft__unit_free_grad(zero, before) : FT_OK;
 }
 
@@ -1103,6 +1396,10 @@ FT_API ft_status ft_zero_enter(ft_zero *zero, int unit, int flags)
     FT_TRY(ft__unit_check(zero, unit, "ft_zero_enter"));
     if (zero->n_open == 8)
         return ft_error(FT_ERR_STATE, "unit %s would be the ninth entered at once",
+                        zero->units[unit].name);
+    if (ft_tape_current(zero->ctx) && !zero->in_step)
+        return ft_error(FT_ERR_STATE, "unit %s is entered on a tape outside a step: call "
+                        "ft_zero_step_begin first, or end the tape to evaluate",
                         zero->units[unit].name);
     FT_TRY(ft_zero_gather(zero, unit));
     if (!(flags & FT_ZERO_KEEP)) FT_TRY(ft__prefetch_forward(zero, unit));
@@ -1174,18 +1471,6 @@ static ft_status ft__region_passed(ft_ctx *ctx, void *user)
 
 /* ---------------------------------------------------------------------------------- >>step.impl */
 
-/* Regions whose tape was reset without a backward: what they keep gathered is given back. */
-static ft_status ft__regions_abandon(ft_zero *z)
-{
-    while (z->regions) {
-        ft__region *r = z->regions;
-        z->regions = r->older;
-        if (r->keep) FT_TRY(ft_zero_release(z, r->unit));
-        ft_host_free(z->ctx, r);
-    }
-    return FT_OK;
-}
-
 FT_API ft_status ft_zero_step_begin(ft_zero *zero, int micro_batches, int64_t counted_tokens,
                                     ft_tensor **scale)
 {
@@ -1195,11 +1480,10 @@ FT_API ft_status ft_zero_step_begin(ft_zero *zero, int micro_batches, int64_t co
     if (micro_batches < 1 || counted_tokens < 0 || counted_tokens > INT32_MAX)
         return ft_error(FT_ERR_ARG, "a step of %d micro-batches and %lld counted tokens",
                         micro_batches, (long long)counted_tokens);
-    FT_TRY(ft__regions_abandon(zero));
     zero->in_step = 1;
     zero->micro_batches = micro_batches;
     for (int u = 0; u < zero->n_units; u++)
-        zero->units[u].backwards = zero->units[u].reduced = 0;
+        zero->units[u].backwards = zero->units[u].reduced = zero->units[u].shared = 0;
     int32_t count = (int32_t)counted_tokens;
     FT_TRY(ft_upload(zero->counts, &count));
     FT_TRY(ft_all_gather(zero->scalars, zero->compute, zero->counts, zero->all_counts));
@@ -1220,8 +1504,11 @@ FT_API ft_status ft_zero_add_loss(ft_zero *zero, ft_tensor *loss)
    rank alike), then lets compute wait for all reductions and unused gathers. */
 static ft_status ft__step_settle(ft_zero *z)
 {
-    for (int u = 0; u < z->n_units; u++)
-        if (z->units[u].flat[0].elems && !z->units[u].reduced) FT_TRY(ft_zero_reduce(z, u));
+    for (int u = 0; u < z->n_units; u++) {
+        if (!z->units[u].flat[0].elems) continue;
+        if (!z->units[u].reduced) FT_TRY(ft_zero_reduce(z, u));
+        FT_TRY(ft__reduce_replicas(z, &z->units[u])); /* idle in the last micro-batch */
+    }
     if (z->unfreed >= 0) FT_TRY(ft__unit_free_grad(z, z->unfreed));
     z->unfreed = -1;
     for (int u = 0; u < z->n_units; u++) {
@@ -1256,9 +1543,9 @@ static ft_status ft__step_norm(ft_zero *z)
     in[1] = z->loss;
     FT_TRY(ft_op_run(z->compute, &ft__zero_rows[FT__ROW_LOCAL], in, &z->local, NULL));
     FT_TRY(ft_all_gather(z->scalars, z->compute, z->local, z->all));
+    attr.i[0] = z->dp_rank - z->rank;
+    attr.i[1] = z->D;
     attr.f[0] = z->config.grad_clip;
-    attr.f[1] = z->config.beta1;
-    attr.f[2] = z->config.beta2;
     out[0] = z->control;
     out[1] = z->updates;
     return ft_op_run(z->compute, &ft__zero_rows[FT__ROW_CONTROL], &z->all, out, &attr);
@@ -1266,21 +1553,21 @@ static ft_status ft__step_norm(ft_zero *z)
 
 static ft_status ft__step_update(ft_zero *z, double lr)
 {
+    int n_state = z->config.optimizer.n_state;
     for (ft__zero_span *s = z->spans; s; s = s->next) {
-        ft_tensor *in[2], *out[4];
+        ft_tensor *in[3], *out[FT_OP_MAX_OUT];
         ft_attr attr;
         memset(&attr, 0, sizeof attr);
         attr.f[0] = lr;
         attr.f[1] = s->decay;
-        attr.user = &z->config;
+        attr.user = &z->config.optimizer;
         in[0] = s->grad;
         in[1] = z->control;
+        in[2] = z->updates;
         out[0] = s->weight;
-        out[1] = s->m;
-        out[2] = s->v;
-        out[3] = s->master;
-        FT_TRY(ft_op_run(z->compute, &ft__zero_rows[s->master ? FT__ROW_ADAMW_MASTER
-                                                              : FT__ROW_ADAMW], in, out, &attr));
+        for (int k = 0; k < n_state; k++) out[1 + k] = s->state[k];
+        out[1 + n_state] = s->master; /* read only by the row that has a master */
+        FT_TRY(ft_op_run(z->compute, &z->update_rows[s->master ? 1 : 0], in, out, &attr));
     }
     z->weights_ready = ft_event_record(z->compute);
     return FT_OK;
@@ -1372,11 +1659,12 @@ static size_t ft__formula_gather(const ft_zero *z, int tied)
    overlap, the one above it. */
 static size_t ft__formula_grad(const ft_zero *z, int micro_batches, int tied)
 {
-    size_t shards = 0, all_shards = 0, fulls = 0, most = 0, e = ft_dtype_bytes(z->config.dtype);
+    size_t shards = 0, all_shards = 0, fulls = 0, most = 0;
+    size_t e = ft_dtype_bytes(ft__zero_full_dtype(z)), es = ft_dtype_bytes(z->accumulate_dtype);
     int above = -1, lowest = -1;
     for (int u = z->n_units - 1; u >= 0; u--) {
         if (!z->units[u].flat[0].elems) continue;
-        all_shards += ft_accounted_bytes((size_t)z->units[u].flat[0].shard * e);
+        all_shards += ft_accounted_bytes((size_t)z->units[u].flat[0].shard * es);
         fulls += ft_accounted_bytes((size_t)z->units[u].flat[0].padded * e);
         lowest = u;
     }
@@ -1385,7 +1673,7 @@ static size_t ft__formula_grad(const ft_zero *z, int micro_batches, int tied)
     for (int u = z->n_units - 1; u >= 0; u--) {
         const ft__zero_flat *f = &z->units[u].flat[0];
         if (!f->elems) continue;
-        shards += ft_accounted_bytes((size_t)f->shard * e);
+        shards += ft_accounted_bytes((size_t)f->shard * es);
         size_t now = micro_batches > 1 ? all_shards : shards;
         now += ft_accounted_bytes((size_t)f->padded * e);
         if (z->config.reduce_overlap != FT_OFF && above >= 0 && above != u)
@@ -1397,30 +1685,46 @@ static size_t ft__formula_grad(const ft_zero *z, int micro_batches, int tied)
     return most;
 }
 
+/* The buffers between unlike dtypes, and [Z2.1] between micro-batches. */
+static size_t ft__formula_comm(const ft_zero *z, const ft__zero_flat *f, int micro_batches)
+{
+    size_t e = ft_dtype_bytes(z->reduce_dtype);
+    int unlike = z->reduce_dtype != z->accumulate_dtype;
+    if (!f->elems || z->dp == 1) return 0;
+    if (!z->shards_grads) return unlike ? ft_accounted_bytes((size_t)f->padded * e) : 0;
+    return unlike || micro_batches > 1 ? ft_accounted_bytes((size_t)f->shard * e) : 0;
+}
+
 FT_API ft_status ft_zero_formula_get(const ft_zero *zero, int micro_batches, int tied,
                                      ft_zero_formula *out)
 {
     size_t e = ft_dtype_bytes(zero->config.dtype);
     int stage = zero->config.stage, last = zero->n_units - 1;
-    int64_t weights = 0, grads = 0, M = micro_batches;
+    int states = zero->config.optimizer.n_state + (zero->config.dtype == FT_F32 ? 0 : 1);
+    int64_t weights = 0, trained = 0, reduced = 0, copies = zero->dp / zero->D, M = micro_batches;
+    int64_t er = (int64_t)ft_dtype_bytes(zero->reduce_dtype);
     if (!zero->committed) return ft_error(FT_ERR_STATE, "formulas exist after ft_zero_commit");
     memset(out, 0, sizeof *out);
     for (int u = 0; u < zero->n_units; u++) {
         const ft__zero_flat *f = zero->units[u].flat;
-        size_t mine = ft_accounted_bytes((size_t)f[0].shard * e);
+        size_t comm = ft__formula_comm(zero, &f[0], micro_batches);
         int64_t state = stage == 0 ? f[0].padded : f[0].shard;
         for (int k = 0; k < 2; k++)
             out->param += ft_accounted_bytes((size_t)(zero->shards_weights ? f[k].shard
                                                                            : f[k].padded) * e);
-        out->optim += ft_accounted_bytes((size_t)state * 4) * (zero->config.dtype == FT_F32 ? 2 : 3);
-        if (zero->shards_grads && M > 1 && mine > out->comm_max) out->comm_max = mine;
+        out->optim += ft_accounted_bytes((size_t)state * 4) * (size_t)states;
+        if (comm > out->comm_max) out->comm_max = comm;
         weights += ft__unit_wire(zero, u);
-        grads += f[0].shard * (zero->D - 1) * (int64_t)e;
+        trained += f[0].shard * (zero->D - 1) * (int64_t)e;
+        reduced += f[0].shard * (zero->D - 1) * er;
+        out->replica_sent += 2 * f[0].shard * (copies - 1) / copies *
+                             (zero->shards_grads ? (int64_t)ft_dtype_bytes(zero->accumulate_dtype)
+                                                 : er);
     }
     out->gather_max = ft__formula_gather(zero, tied);
     out->grad_max = ft__formula_grad(zero, micro_batches, tied);
-    out->reduce_sent = stage == 0 ? 2 * grads : stage == 1 ? grads : M * grads;
-    if (stage == 1 || stage == 2) out->gather_sent = grads;
+    out->reduce_sent = stage == 0 ? 2 * reduced : stage == 1 ? reduced : M * reduced;
+    if (stage == 1 || stage == 2) out->gather_sent = trained;
     if (stage == 3)
         out->gather_sent = M * (2 * weights - ft__unit_wire(zero, last) -
                                 (tied ? 0 : ft__unit_wire(zero, 0)));

@@ -397,9 +397,10 @@ static ft_status train_step(trainer *t, int64_t step, double lr) {
         FT_TRY(ft_tape_begin(t->tape));
         FT_TRY(ft_llama_loss(t->model, t->tokens, t->labels, scale, t->work->sac, &loss));
         FT_TRY(ft_tape_end(t->tape));
-        /* The loss is computed by backward, together with its gradient, and dies with the tape. */
-        FT_TRY(ft_zero_add_loss(t->zero, loss));
+        /* Backward computes the loss together with its gradient: before it, loss has no value. */
         FT_TRY(ft_backward(t->tape, loss, NULL));
+        FT_TRY(ft_zero_add_loss(t->zero, loss));
+        ft_tensor_free(loss);
     }
     return ft_zero_step_end(t->zero, lr);
 }
@@ -594,16 +595,28 @@ static const char *thousands(int64_t value, char *text) {
     return text;
 }
 
+/* Columns a table of values[ranks][columns] needs for column c: 0 if it holds nothing but zeros. */
+static int column_width(int ranks, int columns, int c, const char *name, const int64_t *values) {
+    char text[32];
+    int r, widest = 0;
+    for (r = 0; r < ranks; r++) {
+        int n = (int)strlen(thousands(values[r * columns + c], text));
+        if (values[r * columns + c] != 0 && n > widest) widest = n;
+    }
+    if (widest > 0 && widest < (int)strlen(name)) widest = (int)strlen(name);
+    return widest > 0 ? widest + 2 : 0;
+}
+
 /* A row of values[columns] for each rank. Neighbours with equal rows share one, and columns of
    nothing but zeros are left out. */
 static void print_ranks(int ranks, int columns, const char *const *names, const int64_t *values) {
-    enum { WIDTH = 17 };
-    int first, last, c, r;
+    enum { MAX_COLUMNS = 16 };
+    int first, last, c, width[MAX_COLUMNS];
     char text[32];
-    printf("  %-11s", "rank");
+    printf("  %-9s", "rank");
     for (c = 0; c < columns; c++) {
-        for (r = 0; r < ranks && values[r * columns + c] == 0;) r++;
-        if (r < ranks) printf("%*s", WIDTH, names[c]);
+        width[c] = column_width(ranks, columns, c, names[c], values);
+        if (width[c]) printf("%*s", width[c], names[c]);
     }
     putchar('\n');
     for (first = 0; first < ranks; first = last + 1) {
@@ -613,11 +626,9 @@ static void print_ranks(int ranks, int columns, const char *const *names, const 
             if (memcmp(row, values + (last + 1) * columns, row_bytes) != 0) break;
         if (first == last) snprintf(text, sizeof text, "%d", first);
         else snprintf(text, sizeof text, "%d-%d", first, last);
-        printf("  %-11s", text);
-        for (c = 0; c < columns; c++) {
-            for (r = 0; r < ranks && values[r * columns + c] == 0;) r++;
-            if (r < ranks) printf("%*s", WIDTH, thousands(row[c], text));
-        }
+        printf("  %-9s", text);
+        for (c = 0; c < columns; c++)
+            if (width[c]) printf("%*s", width[c], thousands(row[c], text));
         putchar('\n');
     }
 }

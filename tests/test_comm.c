@@ -120,6 +120,7 @@ static double rounded(ft_dtype dtype, double x) {
     return dtype == FT_BF16 ? round_bf16(x) : (double)(float)x;
 }
 
+/* Done when it returns, so that any stream may go on from there. */
 static ft_status put(ft_tensor *t, const double *values) {
     int64_t n = ft_numel(t);
     uint32_t *raw = (uint32_t *)malloc((size_t)n * 4);
@@ -135,7 +136,7 @@ static ft_status put(ft_tensor *t, const double *values) {
     }
     ft_status status = ft_upload(t, raw);
     free(raw);
-    return status;
+    return status == FT_OK ? ft_sync(t->ctx) : status;
 }
 
 static ft_status get(const ft_tensor *t, double *values) {
@@ -1004,9 +1005,9 @@ static ft_status order_in_stream_rank(ft_ctx *ctx, void *user) {
 }
 
 /* An error stays with its stream, reaches streams that wait for it, and stops later work, but what
-   was queued still completes: nobody hangs. */
+   was queued still completes: nobody hangs. The launch reports that first error, so the rank tells
+   in `user` that it got to its end. */
 static ft_status sticky_rank(ft_ctx *ctx, void *user) {
-    (void)user;
     int log[4], used = 0;
     log_task task;
     ft_stream *compute = ft_stream_get(ctx, FT_STREAM_COMPUTE);
@@ -1025,6 +1026,7 @@ static ft_status sticky_rank(ft_ctx *ctx, void *user) {
     CHECK(strcmp(ft_last_error(), "the odd rank's work failed") == 0);
     CHECK(ft_stream_sync(ft_stream_get(ctx, FT_STREAM_REDUCE)) == FT_OK);
     CHECK(used == 0);
+    ((int *)user)[ft_rank(ctx)] = 1;
     return FT_OK; /* the launch fails nevertheless */
 }
 
@@ -1033,7 +1035,9 @@ static void test_streams(void **state) {
     for (int mode = 0; mode < 2; mode++) {
         ft_config config = config_of(2, mode ? FT_ON : FT_OFF, 0);
         launch_ok(&config, order_in_stream_rank, NULL);
-        launch_fails(&config, sticky_rank, NULL, FT_ERR_DATA, ": the odd rank's work failed");
+        int passed[2] = {0, 0};
+        launch_fails(&config, sticky_rank, passed, FT_ERR_DATA, ": the odd rank's work failed");
+        assert_true(passed[0] && passed[1]);
         config.device = FT_META;
         launch_ok(&config, order_in_stream_rank, NULL);
     }

@@ -488,6 +488,7 @@ static void test_initial_weights_do_not_depend_on_the_layout(void **state)
                 for (int r = 0; r < b.world; r++) assert_true(h.rank[r] == first.rank[0]);
             }
     b.world = 1;
+    b.stage = 0;
     b.seed++;
     bench_run(&b);
     assert_true(h.rank[0] != first.rank[0]);
@@ -850,7 +851,7 @@ static ft_status check_against_reference(ft_ctx *ctx, ft_zero *zero, ft_llama *m
 {
     check_data *d = (check_data *)b->user;
     ft_tensor *tokens, *labels, *logits, *loss, *scale;
-    ft_tape *tape;
+    ft_tape *tape = NULL;
     float *values = (float *)ft_host_alloc(ctx, (size_t)(CHECK_B * CHECK_T * b->config.vocab) * 4);
     float value;
     int first = ft_rank(ctx) == 0;
@@ -1050,7 +1051,7 @@ static ft_status check_refusals(ft_ctx *ctx, ft_zero *zero, ft_llama *model, ben
     int32_t values[2 * 17];
     int64_t shape[2];
     ft_tensor *ok, *large, *other, *floats, *out;
-    ft_tape *tape;
+    ft_tape *tape = NULL;
     (void)zero;
     (void)b;
     memset(values, 0, sizeof values);
@@ -1137,7 +1138,7 @@ static ft_status check_boundary(ft_ctx *ctx, ft_zero *zero, ft_llama *model, ben
     int64_t N = B * T;
     int32_t values[B * T];
     ft_tensor *tokens, *loss, *scale;
-    ft_tape *tape;
+    ft_tape *tape = NULL;
     ft_sac sac[2];
     ft_llama_config c = b->config;
     FT_TRY(ft_llama_check(&c));

@@ -107,7 +107,7 @@ static inline th_options th_options_default(void)
     o.micro_batches = 1;
     o.steps = 5;
     o.seed = 42;
-    o.lr = 1e-2;
+    o.lr = 1e-3;
     o.dp = 1;
     o.zero = ft_zero_config_default();
     o.zero.weight_decay = 0.1;
@@ -332,7 +332,7 @@ static inline th_result *th_run(const th_options *options)
     launch.world = options->dp;
     result->status = ft_launch(&launch, th_rank_main, &job);
     if (result->status != FT_OK)
-        strncpy(result->error, ft_last_error(), sizeof result->error - 1);
+        snprintf(result->error, sizeof result->error, "%s", ft_last_error());
     return result;
 }
 
