@@ -145,8 +145,10 @@ typedef ft_status (*ft_rank_fn)(ft_ctx *ctx, void *user);
 
 FT_API ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user);
 /* Runs fn(ctx, user) once for each rank, each in a thread of its own, and returns when all ended.
-   The status and message of the rank that failed first become the caller's. A rank that fails wakes
-   its peers, whose pending and later collectives return FT_ERR_PEER naming it.
+   The status and message of the rank that failed first become the caller's, after "rank N: ". A rank
+   that fails wakes its peers, whose pending and later collectives return FT_ERR_PEER naming it. An
+   error of a stream's work fails its rank, whatever fn returns. On meta ranks never wait for each
+   other: a few threads run them in turn, and of those that fail the lowest is reported.
    Streams are drained and all that a context owns is freed before the return. */
 
 FT_API int ft_rank(const ft_ctx *ctx);
@@ -293,7 +295,7 @@ FT_API ft_status ft_tensor_empty(ft_ctx *ctx, ft_tensor **out, ft_dtype dtype, i
 FT_API ft_status ft_tensor_view(ft_tensor *base, ft_tensor **out, int64_t offset_elems, int ndim,
                                 const int64_t *shape);
 /* A contiguous part of base under a shape of its own. No memory. It has storage whenever base has;
-   base must outlive it. */
+   base must outlive it. A view of a recorded tensor is for ft_op_run and collectives alone. */
 FT_API ft_status ft_tensor_bind(ft_tensor *tensor, ft_tensor *base, int64_t offset_elems);
 /* Makes a tensor that has no storage a view of base: for handles given out before the base is made. */
 FT_API ft_status ft_tensor_attach(ft_tensor *tensor, ft_tag tag, ft_stream *home);
@@ -317,7 +319,12 @@ FT_API ft_status ft_fill(ft_tensor *tensor, double value, ft_stream *stream);
 FT_API ft_status ft_copy(ft_tensor *to, const ft_tensor *from, ft_stream *stream);
 /* Same number of elements; converts between fp32 and bf16. */
 FT_API ft_status ft_accumulate(ft_tensor *to, const ft_tensor *from, ft_stream *stream);
-/* to += from; same number of elements and dtype; bf16 is added in fp32 and rounded once. */
+/* to += from; same number of elements, fp32 or bf16 each; added in fp32 and rounded once. */
+FT_API ft_status ft_matmul(ft_tensor *c, const ft_tensor *a, int transpose_a, const ft_tensor *b,
+                           int transpose_b, int accumulate, ft_stream *stream);
+/* c[m,n] = or += A B, unrecorded, for composite ops. A [m,k] is a, or a^T from a[k,m]; B [k,n] is b,
+   or b^T from b[n,k]. a, b, c have two dimensions or more: leading ones count as rows. fp32 or bf16
+   each, products summed in fp32 and rounded once. 2 m n k flops; GEMM workspace. */
 
 /* ------------------------------------------------------------------------------------ >>groups */
 
@@ -366,7 +373,8 @@ FT_API ft_status ft_reduce_scatter(ft_group *group, ft_stream *stream, const ft_
 /* shard[n] = this rank's n of the sum of the members' full[R * n]. In place likewise; the rest of
    full keeps its values. Sent: N (R-1)/R. */
 FT_API ft_status ft_all_reduce(ft_group *group, ft_stream *stream, ft_tensor *tensor);
-/* In place; a reduce-scatter and an all-gather. Sent: 2 N (R-1)/R. */
+/* In place; a reduce-scatter and an all-gather of chunks. Sent: 2 N (R-1)/R; where R does not divide
+   the elements, the first (elements mod R) ranks own a longer chunk, and each sends 2 (N - own). */
 FT_API ft_status ft_broadcast(ft_group *group, ft_stream *stream, ft_tensor *tensor, int root);
 /* In place. Sent: N by the root (group rank), 0 by others. */
 FT_API ft_status ft_barrier(ft_group *group, ft_stream *stream);
@@ -379,7 +387,7 @@ typedef struct ft_p2p {
 
 FT_API ft_status ft_exchange(ft_group *group, ft_stream *stream, int n, const ft_p2p *ops);
 /* Sends and receives as one: none waits for another, so that no order of ops deadlocks. Between two
-   ranks messages match in order. Sent: N per send. */
+   ranks messages match in order. A send counts as one call; sent: N, to oneself 0. */
 
 FT_API ft_status ft_agree(ft_group *group, const char *what, uint64_t value);
 /* Host-side check: FT_ERR_COMM on every member, naming ranks and values, unless all pass the same
@@ -2662,11 +2670,15 @@ static void ft__store_row(void *data, ft_dtype t, int64_t first, int64_t n, cons
 /* e^x without a branch, so that a loop over it vectorises. x = n ln 2 + r with |r| <= ln 2 / 2; a
    polynomial gives e^r; 2^n is applied in two factors, so that results reach down to denormals and
    up to infinity. Relative error about 1e-7; NaN stays NaN. */
-static float ft__expf(float x)
+static float ft__exp_limit(float x) /* beyond these it is 0 and infinity */
+{
+    float t = x < -104.0f ? -104.0f : x;
+    return t > 89.0f ? 89.0f : t;
+}
+
+static float ft__exp_core(float t)
 {
     const float magic = 12582912.0f; /* 1.5 * 2^23: adding it rounds; the low bits count */
-    float t = x < -104.0f ? -104.0f : x;
-    t = t > 89.0f ? 89.0f : t;
     float z = t * 1.44269504f + magic;
     float n = z - magic;
     float r = (t - n * 0.693145752f) - n * 1.42860682e-6f; /* ln 2 in two parts, the first exact */
@@ -2689,9 +2701,13 @@ static float ft__expf(float x)
     return p * half * rest;
 }
 
+static float ft__expf(float x) { return ft__exp_core(ft__exp_limit(x)); }
+
+/* Two loops, the same values: gcc turns the limits inside one into branches, and stops vectorising. */
 static void ft__exp_row(float *x, int64_t n)
 {
-    for (int64_t i = 0; i < n; i++) x[i] = ft__expf(x[i]);
+    for (int64_t i = 0; i < n; i++) x[i] = ft__exp_limit(x[i]);
+    for (int64_t i = 0; i < n; i++) x[i] = ft__exp_core(x[i]);
 }
 
 /* Elements, rows (the product of all dimensions but the last) and columns (the last). */
@@ -3246,6 +3262,80 @@ static ft_status ft__linear_backward(const ft_op_call *call)
         ft__gemm(n, i, o, dy->data, dy->dtype, o, 1, w->data, w->dtype, i, 1, dx->data, dx->dtype,
                  i, call->accumulate[0], call->workspace);
     return FT_OK;
+}
+
+/* ---- matmul: unrecorded; i[0], i[1] transpose a, b; i[2] accumulates */
+
+typedef struct ft__mat { int64_t rows, cols, rs, cs; } ft__mat;
+
+static ft__mat ft__mat_of(const ft_view *v, int transpose)
+{
+    ft__mat m;
+    m.rows = transpose ? ft__view_cols(v) : ft__view_rows(v);
+    m.cols = transpose ? ft__view_rows(v) : ft__view_cols(v);
+    m.rs = transpose ? 1 : m.cols;
+    m.cs = transpose ? m.rows : 1;
+    return m;
+}
+
+static ft_status ft__matmul_infer(ft_op_call *call)
+{
+    const ft_view *a = &call->in[0], *b = &call->in[1], *c = &call->out[0];
+    char ta[96], tb[96], tc[96];
+    ft__mat A = ft__mat_of(a, call->attr.i[0] != 0), B = ft__mat_of(b, call->attr.i[1] != 0);
+    if (ft__is_float(a->dtype) && ft__is_float(b->dtype) && ft__is_float(c->dtype) &&
+        a->ndim >= 2 && b->ndim >= 2 && c->ndim >= 2 && A.cols == B.rows &&
+        ft__view_rows(c) == A.rows && ft__view_cols(c) == B.cols)
+        return FT_OK;
+    return ft_error(FT_ERR_SHAPE, "matmul: a %s%s, b %s%s, c %s: needs [m,k] [k,n] [m,n], fp32 or bf16",
+                    ft__view_text(a, ta, sizeof ta), call->attr.i[0] ? " transposed" : "",
+                    ft__view_text(b, tb, sizeof tb), call->attr.i[1] ? " transposed" : "",
+                    ft__view_text(c, tc, sizeof tc));
+}
+
+static void ft__matmul_cost(const ft_op_call *call, double *flops, double *bytes)
+{
+    const ft_view *c = &call->out[0];
+    *flops = 2.0 * (double)ft__view_elems(c) *
+             (double)ft__mat_of(&call->in[0], call->attr.i[0] != 0).cols;
+    *bytes = ft__view_bytes(&call->in[0]) + ft__view_bytes(&call->in[1]) + ft__view_bytes(c);
+}
+
+static void ft__matmul_scratch(ft_op_call *call)
+{
+    ft__mat A = ft__mat_of(&call->in[0], call->attr.i[0] != 0);
+    call->workspace_bytes = ft__gemm_workspace_bytes(A.rows, ft__view_cols(&call->out[0]), A.cols,
+                                                     call->in[0].dtype, call->in[1].dtype,
+                                                     call->out[0].dtype);
+}
+
+static ft_status ft__matmul_forward(const ft_op_call *call)
+{
+    const ft_view *a = &call->in[0], *b = &call->in[1], *c = &call->out[0];
+    ft__mat A = ft__mat_of(a, call->attr.i[0] != 0), B = ft__mat_of(b, call->attr.i[1] != 0);
+    ft__gemm(A.rows, B.cols, A.cols, a->data, a->dtype, A.rs, A.cs, b->data, b->dtype, B.rs, B.cs,
+             c->data, c->dtype, B.cols, call->attr.i[2] != 0, call->workspace);
+    return FT_OK;
+}
+
+static const ft_op ft__op_matmul = {
+    "matmul", 2, 1, 0, 0, 0, {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0, 0,
+    ft__matmul_infer, ft__matmul_cost, ft__matmul_scratch, ft__matmul_forward, NULL, NULL,
+    NULL, NULL
+};
+
+FT_API ft_status ft_matmul(ft_tensor *c, const ft_tensor *a, int transpose_a, const ft_tensor *b,
+                           int transpose_b, int accumulate, ft_stream *stream)
+{
+    ft_tensor *in[2];
+    ft_attr attr;
+    memset(&attr, 0, sizeof attr);
+    in[0] = (ft_tensor *)(uintptr_t)a;
+    in[1] = (ft_tensor *)(uintptr_t)b;
+    attr.i[0] = transpose_a;
+    attr.i[1] = transpose_b;
+    attr.i[2] = accumulate;
+    return ft_op_run(stream, &ft__op_matmul, in, &c, &attr);
 }
 
 static const ft_op ft__op_linear = {
@@ -5279,7 +5369,7 @@ static const ft_op *const ft__builtin_ops[] = {
     &ft__op_head_norm, &ft__op_attention, &ft__op_swiglu, &ft__op_linear_cross_entropy,
     &ft__op_add, &ft__op_add_trailing, &ft__op_add_inplace, &ft__op_mul, &ft__op_scale,
     &ft__op_gelu, &ft__op_silu, &ft__op_softmax, &ft__op_layer_norm, &ft__op_mean,
-    &ft__op_fill, &ft__op_copy, &ft__op_accumulate, NULL
+    &ft__op_matmul, &ft__op_fill, &ft__op_copy, &ft__op_accumulate, NULL
 };
 
 /* ------------------------------------------------------------------------------ >>tensors.impl */
@@ -5430,7 +5520,7 @@ FT_API ft_status ft_tensor_view(ft_tensor *base, ft_tensor **out, int64_t offset
 FT_API ft_status ft_tensor_bind(ft_tensor *tensor, ft_tensor *base, int64_t offset_elems)
 {
     char text[160];
-    if (tensor->base || tensor->storage || tensor->tape || base->tape)
+    if (tensor->base || tensor->storage || tensor->tape)
         return ft_error(FT_ERR_STATE, "%s cannot become a view: it has storage or a base already",
                         tensor->name ? tensor->name : "the tensor");
     if (tensor->dtype != base->dtype || offset_elems < 0 ||
@@ -5738,8 +5828,8 @@ static void ft__where_restore(ft_ctx *ctx, ft__where old)
 }
 
 /* Views of the inputs, after checking that each can be read. */
-static ft_status ft__call_begin(ft_op_call *call, const ft_op *row, ft_tensor *const *in,
-                                const ft_attr *attr)
+static ft_status ft__call_begin(ft_ctx *ctx, ft_op_call *call, const ft_op *row,
+                                ft_tensor *const *in, const ft_attr *attr)
 {
     memset(call, 0, sizeof *call);
     call->op = row;
@@ -5748,6 +5838,9 @@ static ft_status ft__call_begin(ft_op_call *call, const ft_op *row, ft_tensor *c
         if (!in[i] && !(row->optional & FT_IN(i)))
             return ft_error(FT_ERR_ARG, "%s: input %d is missing", row->name, i);
         if (in[i]) FT_TRY(ft__readable(in[i], row->name));
+        if (in[i] && in[i]->base && ctx->tape && ft__root(in[i])->tape)
+            return ft_error(FT_ERR_STATE, "%s: input %d is a view of a recorded tensor; only ops that "
+                            "are not recorded (ft_op_run) can use it", row->name, i);
         call->in[i] = ft__view(in[i]);
     }
     return FT_OK;
@@ -5762,7 +5855,7 @@ FT_API ft_status ft_op_run(ft_stream *stream, const ft_op *row, ft_tensor *const
     if (!ft__op_known(ctx, row) || !row->forward)
         return ft_error(FT_ERR_ARG, "op %s is not registered here, or has no forward kernel",
                         row->name ? row->name : "?");
-    FT_TRY(ft__call_begin(&call, row, in, attr));
+    FT_TRY(ft__call_begin(ctx, &call, row, in, attr));
     for (int i = 0; i < row->n_out; i++) {
         FT_TRY(ft__readable(out[i], row->name));
         call.out[i] = given[i] = ft__view(out[i]);
@@ -6088,7 +6181,7 @@ FT_API ft_status ft_apply(ft_ctx *ctx, const ft_op *row, ft_tensor *const *in, c
         return ft_error(FT_ERR_STATE, "%s: ft_apply inside a composite op, which is recorded as a "
                         "whole: call ft_op_run", row->name);
     ft__where old = ft__where_set(ctx, "forward", row->name);
-    ft_status status = ft__call_begin(&call, row, in, attr);
+    ft_status status = ft__call_begin(ctx, &call, row, in, attr);
     if (status == FT_OK) status = ft__apply(ctx, &call, in, out);
     ft__where_restore(ctx, old);
     return status;

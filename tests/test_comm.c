@@ -1223,8 +1223,8 @@ typedef struct chaos_case {
     int victim, step; /* who fails, and before which of its steps */
 } chaos_case;
 
-/* A little of everything. The context frees tensors whose peers may be reading them at the moment
-   of the failure: for the sanitizers to judge. */
+/* A little of everything, with a buffer that comes and goes at every step. At the moment of the
+   failure peers may be reading what this rank frees: for the sanitizers to judge. */
 static ft_status chaos_rank(ft_ctx *ctx, void *user) {
     const chaos_case *c = (const chaos_case *)user;
     ft_group *g[FT_STREAM_COUNT];
@@ -1232,15 +1232,15 @@ static ft_status chaos_rank(ft_ctx *ctx, void *user) {
     ft_stream *s[FT_STREAM_COUNT];
     static const char *const names[] = {"a", "b", "c"};
     int n = ft_world(ctx);
+    int64_t elems = 3000;
     for (int k = 0; k < FT_STREAM_COUNT; k++) {
         s[k] = ft_stream_get(ctx, (ft_stream_kind)k);
         FT_TRY(world_group(ctx, names[k], &g[k]));
     }
     FT_TRY(vector(ctx, &full, FT_F32, 3000 * n));
-    FT_TRY(vector(ctx, &shard, FT_F32, 3000));
+    FT_TRY(ft_tensor_empty(ctx, &shard, FT_F32, 1, &elems));
     FT_TRY(vector(ctx, &in, FT_F32, 3000));
     FT_TRY(ft_fill(full, 1, s[0]));
-    FT_TRY(ft_fill(shard, 1, s[0]));
     for (int step = 0; step < 12; step++) {
         int k = step % FT_STREAM_COUNT;
         FT_TRY(ft_stream_wait(s[k], ft_event_record(s[(step + 2) % FT_STREAM_COUNT])));
@@ -1248,10 +1248,13 @@ static ft_status chaos_rank(ft_ctx *ctx, void *user) {
             if (step % 2) return ft_error(FT_ERR_DATA, "chaos");
             FT_TRY(ft_stream_run(s[k], stream_fails_task, NULL, 0));
         }
+        FT_TRY(ft_tensor_attach(shard, FT_TAG_OTHER, s[k]));
+        FT_TRY(ft_fill(shard, 1, s[k]));
         if (step % 4 == 0) FT_TRY(ft_all_gather(g[k], s[k], shard, full));
         if (step % 4 == 1) FT_TRY(ft_reduce_scatter(g[k], s[k], full, shard));
         if (step % 4 == 2) FT_TRY(ring(g[k], s[k], shard, in));
         if (step % 4 == 3) FT_TRY(ft_all_reduce(g[k], s[k], full));
+        FT_TRY(ft_tensor_detach(shard, s[k]));
     }
     return FT_OK;
 }

@@ -639,14 +639,14 @@ static ft_status toy_micro_batch(toy_rank *r, int64_t B)
     return toy_hook(r, TH_BACKWARD_DONE);
 }
 
-/* A unit that was not entered has no gradients before the end of the step, unless asked for: here from
-   step 2 on. */
+/* A unit that was not entered in every micro-batch is reduced at the end of the step, or when asked
+   for: here from step 2 on. */
 static int toy_reduced(toy_rank *r, int param, ft_status *status)
 {
-    int unit = r->spec->params[param].unit;
-    if (!r->zero->units[unit].reduced && r->step >= 2)
-        *status = ft_zero_reduce(r->zero, unit);
-    return r->zero->units[unit].reduced;
+    const ft__zero_unit *u = &r->zero->units[r->spec->params[param].unit];
+    if (u->backwards == r->spec->micro_batches) return 1;
+    if (r->step >= 2 && !u->reduced) *status = ft_zero_reduce(r->zero, r->spec->params[param].unit);
+    return r->step >= 2;
 }
 
 /* Every parameter, in order; weights or gradients. Collective; rank 0 keeps them. */
@@ -1004,9 +1004,13 @@ static int idle(int step, int micro_batch, int param)
 /* Idle for a whole step: a gradient of exactly 0, not what was there before. */
 static void idle_is_zero(const toy *s, const toy_result *r)
 {
-    (void)s;
-    for (int i = 110; i < 210; i++) assert_true(r->grads[1][i] == 0 && r->grads[0][i] != 0);
-    for (int i = 310; i < 420; i++) assert_true(r->grads[2][i] == 0 && r->grads[1][i] != 0);
+    int idle_ones = 0, moved = 0;
+    for (int i = 110; i < 210; i++) idle_ones += r->grads[1][i] == 0, moved += r->grads[0][i] != 0;
+    for (int i = 310; i < 420; i++) idle_ones += r->grads[2][i] == 0, moved += r->grads[1][i] != 0;
+    if (idle_ones != 210 || moved < 200) /* by chance a gradient may be 0, in bf16 */
+        fail_msg("dp %d, stage %d, %s, %d micro-batches: %d gradients are 0 where 210 are idle, %d "
+                 "are not where 210 are in use", s->dp, s->zero.stage, ft_dtype_name(s->zero.dtype),
+                 s->micro_batches, idle_ones, moved);
 }
 
 static void test_idle_parameters(void **state)
@@ -1871,6 +1875,7 @@ static ft_status describe_differently(ft_ctx *ctx, void *user)
     int64_t shape[2] = {6, 4};
     ft_tensor *p;
     bench b;
+    if (d->which == ACCUMULATE) c.dtype = FT_BF16;
     if (which == SIZE) shape[0] = 7;
     if (which == SHAPE) shape[0] = 4, shape[1] = 6;
     if (which == STAGE) c.stage = 1;
@@ -1881,7 +1886,7 @@ static ft_status describe_differently(ft_ctx *ctx, void *user)
     if (which == DECAY) c.weight_decay = 0.1;
     if (which == BETA) c.optimizer = ft_zero_adamw(0.9, 0.999, 1e-8);
     if (which == OPTIMIZER) c.optimizer = ft_zero_sgd(0.9, 0);
-    if (which == ACCUMULATE) c.accumulate_dtype = FT_ZERO_BF16;
+    if (which == ACCUMULATE) c.accumulate_dtype = FT_ZERO_F32;
     if (which == REDUCE) c.reduce_dtype = FT_ZERO_BF16;
     FT_TRY(bench_begin(&b, ctx, &c));
     FT_TRY(ft_zero_unit(b.zero, "first", &unit));
