@@ -445,7 +445,9 @@ enum { /* ft_op.flags */
     FT_OP_GRAD_OVER_IN = 4,    /* din[0] may be written over in[0] */
     FT_OP_GRAD_OVER_DOUT = 8,  /* din[0] may be written over dout[0] */
     FT_OP_GRAD_SAME_01 = 16,   /* the gradient of input 1 equals that of input 0: one buffer */
-    FT_OP_GRAD_PASS = 32       /* the gradient of each input is dout[0] itself: no kernel */
+    FT_OP_GRAD_PASS = 32,      /* the gradient of each input is dout[0] itself: no kernel */
+    FT_OP_SPLIT = 64           /* the gradients of parameters are worth putting off to
+                                  ft_backward_weights: a GEMM of their own */
 };
 
 struct ft_op {
@@ -587,16 +589,27 @@ FT_API ft_status ft_backward(ft_tape *tape, ft_tensor *root, ft_tensor *droot);
 /* Gradients of root ([1] if droot is NULL, which then means 1; otherwise droot has root's shape) with
    respect to all that requires one. Walks the nodes once, last to first: rebuilds what was dropped,
    runs the kernel, frees each saved tensor and each gradient after its last use. Leaves collect in
-   ->grad, parameters with a sink in the sink's buffer. droot is consumed. The tape must have ended,
+   ->grad (tag grad; act if the leaf is of tag act, a stage's input), parameters with a sink in the
+   sink's buffer. droot is consumed, and with it root need not be held. The tape must have ended,
    and is empty afterwards: its tensors are gone, but root, which becomes a tensor of one's own.
    FT_ERR_STATE if a saved tensor was written since it was read. */
 FT_API ft_status ft_tape_reset(ft_tape *tape);
 /* Drops what was recorded, without a backward. */
 
-typedef ft_status (*ft_mark_fn)(ft_ctx *ctx, void *user);
+FT_API ft_status ft_backward_inputs(ft_tape *tape, ft_tensor *root, ft_tensor *droot);
+/* The first half of ft_backward: all gradients but those of parameters (leaves) in ops flagged
+   FT_OP_SPLIT (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", B without W). What those still need
+   stays alive: for each linear layer its input and the gradient of its output, N (I + O) elements. */
+FT_API ft_status ft_backward_weights(ft_tape *tape);
+/* The second half, any time later: makes the gradients that were put off. Nothing is replayed, and no
+   weight is read. The tape is empty afterwards, as after ft_backward. */
+
+typedef enum ft_phase { FT_PHASE_WHOLE = 0, FT_PHASE_INPUTS, FT_PHASE_WEIGHTS } ft_phase;
+
+typedef ft_status (*ft_mark_fn)(ft_ctx *ctx, void *user, ft_phase phase);
 FT_API ft_status ft_tape_mark(ft_ctx *ctx, ft_mark_fn fn, void *user);
-/* Backward calls fn(ctx, user) when it passes this point, coming from later ops. No-op without a
-   current tape. */
+/* Backward calls fn(ctx, user, phase) when it passes this point, coming from later ops: once, or once
+   for each half. No-op without a current tape. */
 FT_API ft_tape *ft_tape_current(const ft_ctx *ctx);
 
 /* Recomputation (SAC). Within a segment the policy says for each tensor that is produced: keep, or
@@ -3344,7 +3357,7 @@ static const ft_op ft__op_linear = {
     FT_IN(0) | FT_IN(1) | FT_IN(2), /* grads */
     FT_IN(0) | FT_IN(1) | FT_IN(2), /* accumulates */
     {FT_IN(1), FT_IN(0), 0, 0, 0, 0, 0, 0},
-    0, 0, 0, /* cheap, replay_from, flags */
+    0, 0, FT_OP_SPLIT, /* cheap, replay_from, flags */
     ft__linear_infer, ft__linear_cost, ft__linear_scratch,
     ft__linear_forward, ft__linear_backward, NULL,
     NULL, NULL
@@ -5774,6 +5787,8 @@ static ft_status ft__op_check(const ft_op *row)
     if (((row->optional | row->grads | row->accumulates) & ~ins) || (row->cheap & ~outs) ||
         ((row->replay_from | saves) & ~all))
         return ft_error(FT_ERR_ARG, "op %s: a mask names an input or output it does not have", name);
+    if ((row->flags & FT_OP_SPLIT) && (row->flags & ~(unsigned)FT_OP_SPLIT))
+        return ft_error(FT_ERR_ARG, "op %s: FT_OP_SPLIT goes with no other flag", name);
     if (row->grads && !row->backward && !row->backward_host && !(row->flags & FT_OP_GRAD_PASS))
         return ft_error(FT_ERR_ARG, "op %s has gradients but no backward", name);
     if ((row->replay != NULL) != (row->replay_from != 0))
@@ -5896,7 +5911,9 @@ FT_API ft_status ft_op_run(ft_stream *stream, const ft_op *row, ft_tensor *const
         a pin may end a need, which frees storage (T1), which may end pins further up.
    [T5] Backward of node n: rebuild what it reads, run, free the gradients of its outputs, end its
         needs. A gradient that only passes through an op shares storage; who wants to add to a shared
-        one copies it first. */
+        one copies it first.
+   [T6] A split backward walks twice. The first walk leaves the weight gradients of FT_OP_SPLIT ops,
+        and keeps for them the ops' inputs and the gradients of their outputs; the second makes them. */
 
 typedef struct ft__node {
     const ft_op *row;             /* NULL: a mark */
@@ -5904,6 +5921,7 @@ typedef struct ft__node {
     ft_tensor *in[FT_OP_MAX_IN], *out[FT_OP_MAX_OUT];
     uint64_t version[16 + FT_OP_MAX_OUT]; /* by bit: of inputs and outputs when recorded */
     unsigned want;                /* FT_IN mask: gradients that backward makes */
+    unsigned later;               /* FT_IN mask: those of `want` that are left for the second half */
     unsigned saved;               /* FT_IN | FT_OUT mask: one need each, until its backward is done */
     unsigned pinned;              /* FT_IN | FT_OUT mask: one need each, while a replay may come */
     int deferred;                 /* forward has not run yet */
@@ -5922,6 +5940,7 @@ struct ft_tape {
     int n_segments, cap_segments;
     int open;                     /* a segment is open: the last */
     int in_backward;
+    ft_tensor *root;              /* between the halves of a split backward */
     ft_tape *next;
 };
 
@@ -6272,6 +6291,7 @@ FT_API ft_status ft_tape_reset(ft_tape *tape)
             if (tape->nodes[n].out[i]) ft__tensor_destroy(tape->nodes[n].out[i]);
     for (int n = 0; n < tape->n; n++) ft__node_forget(&tape->nodes[n]);
     tape->n = tape->n_segments = tape->open = 0;
+    tape->root = NULL;
     return FT_OK;
 }
 
@@ -6514,13 +6534,20 @@ static ft_status ft__grad_own(ft_tensor *grad)
     return FT_OK;
 }
 
+/* Gradients of values pass through and share storage; so do those of a leaf of tag act, which is the
+   value of some other tape. Parameters get theirs in a buffer of their own. */
+static int ft__is_value(const ft_tensor *t)
+{
+    return !t->sink.get && (t->tape || (t->storage && t->storage->tag == FT_TAG_ACT));
+}
+
 /* Where the gradient of t is to be written, and whether it adds. */
 static ft_status ft__grad_target(ft_tensor *t, ft_tensor **target, int *accumulate)
 {
     if (t->sink.get) return t->sink.get(t->sink.user, t, target, accumulate);
     *accumulate = t->grad != NULL;
     if (t->grad) FT_TRY(ft__grad_own(t->grad));
-    else FT_TRY(ft__grad_new(t, t->tape ? FT_TAG_ACT : FT_TAG_GRAD, &t->grad));
+    else FT_TRY(ft__grad_new(t, ft__is_value(t) ? FT_TAG_ACT : FT_TAG_GRAD, &t->grad));
     *target = t->grad;
     return FT_OK;
 }
@@ -6530,7 +6557,7 @@ static ft_status ft__grad_give(ft_tensor *t, ft_tensor *from)
 {
     ft_tensor *target;
     int accumulate;
-    if (t->tape && !t->sink.get && !t->grad) return ft__grad_alias(t, from->storage, &t->grad);
+    if (ft__is_value(t) && !t->grad) return ft__grad_alias(t, from->storage, &t->grad);
     FT_TRY(ft__grad_target(t, &target, &accumulate));
     if (accumulate) return ft_accumulate(target, from, ft__compute(t->ctx));
     return ft_copy(target, from, ft__compute(t->ctx));
@@ -6565,7 +6592,7 @@ static ft_status ft__grads_plan(ft__node *node, int i, ft_op_call *call, ft__gra
     int twice = 0;
     for (int j = 0; j < i; j++) twice |= node->in[j] == t && g->target[j] != NULL;
     ft_storage *over = i == 0 ? ft__grad_over(node) : NULL;
-    int value = t->tape && !t->sink.get;
+    int value = ft__is_value(t);
     if (same || (over && value && !t->grad)) {
         if (over) FT_TRY(ft__grad_alias(t, over, &g->target[i]));
         else FT_TRY(ft__grad_new(t, FT_TAG_ACT, &g->target[i]));
@@ -6581,20 +6608,20 @@ static ft_status ft__grads_plan(ft__node *node, int i, ft_op_call *call, ft__gra
     return FT_OK;
 }
 
-static ft_status ft__grads_finish(ft__node *node, ft__grads *g)
+static ft_status ft__grads_finish(ft__node *node, unsigned want, ft__grads *g)
 {
     int same = (node->row->flags & FT_OP_GRAD_SAME_01) != 0;
     for (int i = 0; i < node->row->n_in; i++) {
         if (!g->temporary[i]) continue;
-        if (node->want & FT_IN(i)) FT_TRY(ft__grad_give(node->in[i], g->target[i]));
-        if (same && i == 0 && (node->want & FT_IN(1)))
+        if (want & FT_IN(i)) FT_TRY(ft__grad_give(node->in[i], g->target[i]));
+        if (same && i == 0 && (want & FT_IN(1)))
             FT_TRY(ft__grad_give(node->in[1], g->target[i]));
         ft__tensor_destroy(g->target[i]);
     }
     return FT_OK;
 }
 
-static ft_status ft__backward_kernel(ft_ctx *ctx, ft__node *node)
+static ft_status ft__backward_kernel(ft_ctx *ctx, ft__node *node, unsigned given)
 {
     const ft_op *row = node->row;
     ft_op_call call;
@@ -6615,13 +6642,13 @@ static ft_status ft__backward_kernel(ft_ctx *ctx, ft__node *node)
         dout[i] = o ? o->grad : NULL;
         call.dout[i] = ft__view(dout[i]);
     }
-    unsigned want = node->want;
+    unsigned want = given;
     if ((row->flags & FT_OP_GRAD_SAME_01) && (want & 3u)) want = (want & ~2u) | 1u;
     for (int i = 0; i < row->n_in; i++)
         if (want & FT_IN(i)) FT_TRY(ft__grads_plan(node, i, &call, &g));
     double flops = 0;
     ft__cost_add(&call, &flops, NULL);
-    ctx->flops.backward += 2 * flops;
+    if (!node->later || given != node->later) ctx->flops.backward += 2 * flops;
     ft_status status;
     if (row->backward_host) {
         ctx->composite++;
@@ -6630,16 +6657,16 @@ static ft_status ft__backward_kernel(ft_ctx *ctx, ft__node *node)
     } else status = ft__exec(ctx, ft__compute(ctx), &call, row->backward);
     FT_TRY(status);
     node->deferred = 0;
-    return ft__grads_finish(node, &g);
+    return ft__grads_finish(node, given, &g);
 }
 
-static ft_status ft__backward_node(ft_ctx *ctx, ft__node *node)
+static ft_status ft__backward_node(ft_ctx *ctx, ft__node *node, unsigned want)
 {
     ft_tensor *first = node->out[0];
     FT_TRY(ft__node_read_all(node, node->saved));
-    if (!(node->row->flags & FT_OP_GRAD_PASS)) return ft__backward_kernel(ctx, node);
+    if (!(node->row->flags & FT_OP_GRAD_PASS)) return ft__backward_kernel(ctx, node, want);
     for (int i = 0; i < node->row->n_in; i++)
-        if (node->want & FT_IN(i)) FT_TRY(ft__grad_give(node->in[i], first->grad));
+        if (want & FT_IN(i)) FT_TRY(ft__grad_give(node->in[i], first->grad));
     return FT_OK;
 }
 
@@ -6653,33 +6680,66 @@ static void ft__node_done(ft__node *node)
         ft__tensor_destroy(o->grad);
         o->grad = NULL;
     }
-    node->saved = node->pinned = 0;
+    node->saved = node->pinned = node->want = node->later = 0;
     ft__node_need(node, saved, -1);
     ft__node_need(node, pinned, -1);
     ft__node_forget(node);
 }
 
-static ft_status ft__backward_walk(ft_tape *tape)
+/* [T6] The first half leaves a node for later with what the second half reads: the gradients of its
+   outputs, and of what it saved the inputs of those kernels. Everything else ends now. */
+static void ft__node_half_done(ft__node *node)
+{
+    unsigned keep = 0, saved = node->saved, pinned = node->pinned;
+    for (int i = 0; i < node->row->n_in; i++)
+        if (node->later & FT_IN(i)) keep |= node->row->saves[i];
+    node->saved = saved & keep;
+    node->pinned = 0;
+    node->want = node->later;
+    ft__node_need(node, saved & ~keep, -1);
+    ft__node_need(node, pinned, -1);
+}
+
+/* The gradients that the first half leaves out: of leaves, where the op says that it pays. */
+static unsigned ft__node_later(const ft__node *node)
+{
+    unsigned later = 0;
+    if (!(node->row->flags & FT_OP_SPLIT) || node->deferred) return 0;
+    for (int i = 0; i < node->row->n_in; i++)
+        if ((node->want & FT_IN(i)) && !ft__is_value(node->in[i])) later |= FT_IN(i);
+    return later;
+}
+
+static ft_status ft__backward_visit(ft_ctx *ctx, ft__node *node, ft_phase phase)
+{
+    int wanted = 0;
+    for (int i = 0; i < node->row->n_out; i++)
+        wanted |= node->out[i] && node->out[i]->grad;
+    if (phase == FT_PHASE_INPUTS && wanted) node->later = ft__node_later(node);
+    unsigned want = phase == FT_PHASE_INPUTS ? node->want & ~node->later : node->want;
+    if (wanted && want) FT_TRY(ft__backward_node(ctx, node, want));
+    if (phase == FT_PHASE_INPUTS && node->later) ft__node_half_done(node);
+    else ft__node_done(node);
+    return FT_OK;
+}
+
+static ft_status ft__backward_walk(ft_tape *tape, ft_phase phase)
 {
     ft_ctx *ctx = tape->ctx;
     int segment = -1;
     for (int n = tape->n - 1; n >= 0; n--) {
         ft__node *node = &tape->nodes[n];
-        int wanted = 0;
         ctx->where_segment = node->segment;
         ctx->where_segment_name = node->segment >= 0 ? tape->segments[node->segment].name : NULL;
         if (ctx->probe && node->segment != segment) ft__probe_backward(ctx, segment, node->segment);
         segment = node->segment;
         if (!node->row) {
             (void)ft__where_set(ctx, "backward", "a region's end");
-            FT_TRY(node->mark(ctx, node->user));
+            FT_TRY(node->mark(ctx, node->user, phase));
             continue;
         }
         (void)ft__where_set(ctx, "backward", node->row->name);
-        for (int i = 0; i < node->row->n_out; i++)
-            wanted |= node->out[i] && node->out[i]->grad;
-        if (wanted && node->want) FT_TRY(ft__backward_node(ctx, node));
-        ft__node_done(node);
+        FT_TRY(ft__backward_visit(ctx, node, phase));
     }
     if (ctx->probe) ft__probe_backward(ctx, segment, -1);
     return FT_OK;
@@ -6691,7 +6751,9 @@ static ft_status ft__backward_seed(ft_tape *tape, ft_tensor *root, ft_tensor *dr
     char text[224];
     if (tape->ctx->tape == tape)
         return ft_error(FT_ERR_STATE, "the tape is still recording: call ft_tape_end");
-    if (root->tape != tape || !root->held)
+    if (tape->root)
+        return ft_error(FT_ERR_STATE, "the tape waits for ft_backward_weights");
+    if (root->tape != tape || (!root->held && !droot))
         return ft_error(FT_ERR_STATE, "the root %s is not a live tensor of this tape",
                         ft__tensor_label(root, text, sizeof text));
     if (!root->requires_grad)
@@ -6712,18 +6774,21 @@ static ft_status ft__backward_seed(ft_tape *tape, ft_tensor *root, ft_tensor *dr
     return FT_OK;
 }
 
-FT_API ft_status ft_backward(ft_tape *tape, ft_tensor *root, ft_tensor *droot)
+static ft_status ft__backward_run(ft_tape *tape, ft_phase phase)
 {
     ft_ctx *ctx = tape->ctx;
-    FT_TRY(ft__backward_seed(tape, root, droot));
     ft__where old = ft__where_set(ctx, "backward", "");
     tape->in_backward = 1;
-    ft_status status = ft__backward_walk(tape);
+    ft_status status = ft__backward_walk(tape, phase);
     tape->in_backward = 0;
     ft__where_restore(ctx, old);
-    FT_TRY(status);
-    if (!root->storage) return ft_tape_reset(tape);
-    /* The answer stays: a tensor of the caller's, once the tape has forgotten who read it. */
+    return status;
+}
+
+/* The answer stays: a tensor of the caller's, once the tape has forgotten who read it. */
+static ft_status ft__backward_end(ft_tape *tape, ft_tensor *root)
+{
+    if (!root->storage || !root->held) return ft_tape_reset(tape);
     tape->nodes[root->producer].out[root->out_index] = NULL;
     FT_TRY(ft_tape_reset(tape));
     root->tape = NULL;
@@ -6731,6 +6796,31 @@ FT_API ft_status ft_backward(ft_tape *tape, ft_tensor *root, ft_tensor *droot)
     root->requires_grad = 0;
     root->need = 0;
     return FT_OK;
+}
+
+FT_API ft_status ft_backward(ft_tape *tape, ft_tensor *root, ft_tensor *droot)
+{
+    FT_TRY(ft__backward_seed(tape, root, droot));
+    FT_TRY(ft__backward_run(tape, FT_PHASE_WHOLE));
+    return ft__backward_end(tape, root);
+}
+
+FT_API ft_status ft_backward_inputs(ft_tape *tape, ft_tensor *root, ft_tensor *droot)
+{
+    FT_TRY(ft__backward_seed(tape, root, droot));
+    FT_TRY(ft__backward_run(tape, FT_PHASE_INPUTS));
+    tape->root = root;
+    return FT_OK;
+}
+
+FT_API ft_status ft_backward_weights(ft_tape *tape)
+{
+    ft_tensor *root = tape->root;
+    if (!root)
+        return ft_error(FT_ERR_STATE, "ft_backward_weights: call ft_backward_inputs on the tape first");
+    FT_TRY(ft__backward_run(tape, FT_PHASE_WEIGHTS));
+    tape->root = NULL;
+    return ft__backward_end(tape, root);
 }
 
 /* ---------------------------------------------------------------------------------- >>sac.impl

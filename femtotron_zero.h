@@ -72,6 +72,8 @@
      [N1]   The norm is summed per (unit, own shard), in a fixed order, padding left out, and over ranks
             in rank order; one clip coefficient follows for all. A norm that is not finite skips the
             update everywhere, by the same number on every rank.
+     [P1]   A split backward (ft_backward_inputs, _weights): the first half gathers and releases, the
+            second only makes gradients, and reduces.
      [H1]   Hybrid sharding: D = shard_ranks < dp ranks share one copy of the state; the dp / D copies are
             equal. Gathers and reduce-scatters stay inside a copy (a node),
      [H2]   and once a step, after a unit's last reduction, the shard is all-reduced across copies: 2
@@ -375,8 +377,8 @@ struct ft_zero {
 
 #define FT__ZERO_ALIGN 8 /* elements: shards start at 16 bytes in bf16 too */
 
-static ft_status ft__region_passed(ft_ctx *ctx, void *user);
-static ft_status ft__region_reached(ft_ctx *ctx, void *user);
+static ft_status ft__region_passed(ft_ctx *ctx, void *user, ft_phase phase);
+static ft_status ft__region_reached(ft_ctx *ctx, void *user, ft_phase phase);
 
 enum { FT__NORM = 0, FT__COEF, FT__GO, FT__LOSS, FT__CONTROL };
 
@@ -1438,23 +1440,24 @@ FT_API ft_status ft_zero_leave(ft_zero *zero, int unit)
     return ft_zero_release(zero, unit);
 }
 
-/* Backward comes to the end of the region, from later ops. */
-static ft_status ft__region_reached(ft_ctx *ctx, void *user)
+/* Backward comes to the end of the region, from later ops. [P1] In a split backward the first half
+   reads weights, the second none. */
+static ft_status ft__region_reached(ft_ctx *ctx, void *user, ft_phase phase)
 {
     ft__region *r = (ft__region *)user;
     (void)ctx;
+    if (phase == FT_PHASE_WEIGHTS) return FT_OK;
     if (r->reads && !r->keep) FT_TRY(ft_zero_gather(r->zero, r->unit));
     return ft__prefetch_backward(r->zero, r);
 }
 
-/* Backward leaves the region. The unit's backward is over when no other region of it waits on this
-   tape; then its gradients are reduced: [Z2, Z3] each time, [Z0, Z1] after the last micro-batch. */
-static ft_status ft__region_passed(ft_ctx *ctx, void *user)
+/* The region's last gradients are there. The unit's backward is over when no other region of it waits
+   on this tape; then they are reduced: [Z2, Z3] each time, [Z0, Z1] after the last micro-batch. */
+static ft_status ft__region_over(ft_ctx *ctx, ft__region *r)
 {
-    ft__region *r = (ft__region *)user, **link = &r->zero->regions;
     ft_zero *z = r->zero;
+    ft__region **link = &z->regions;
     int unit = r->unit, waiting = 0;
-    if (r->reads || r->keep) FT_TRY(ft_zero_release(z, unit));
     while (*link && *link != r) link = &(*link)->older;
     if (*link) *link = r->older;
     for (ft__region *other = z->regions; other; other = other->older)
@@ -1467,6 +1470,20 @@ static ft_status ft__region_passed(ft_ctx *ctx, void *user)
     z->units[unit].backwards++;
     if (!z->shards_grads && z->units[unit].backwards < z->micro_batches) return FT_OK;
     return ft_zero_reduce(z, unit);
+}
+
+/* Backward leaves the region: its weights are no longer needed, and, but after the first half of a
+   split backward, its gradients are complete. */
+static ft_status ft__region_passed(ft_ctx *ctx, void *user, ft_phase phase)
+{
+    ft__region *r = (ft__region *)user;
+    if (phase != FT_PHASE_WEIGHTS && (r->reads || r->keep))
+        FT_TRY(ft_zero_release(r->zero, r->unit));
+    if (phase == FT_PHASE_INPUTS) {
+        r->keep = 0; /* released: nothing is left to give back */
+        return FT_OK;
+    }
+    return ft__region_over(ctx, r);
 }
 
 /* ---------------------------------------------------------------------------------- >>step.impl */

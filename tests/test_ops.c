@@ -105,7 +105,7 @@ struct op_case {
     void (*reference)(const op_case *c, double *const *in, double *const *out);
 };
 
-static const double EPS = 1e-5, THETA = 10000.0, FACTOR = -1.75;
+static const double EPS = 1e-5, THETA = 10000.0, FACTOR = -1.75, LOSS_SCALE = 0.375;
 
 static int64_t elems(const input_spec *s)
 {
@@ -314,7 +314,7 @@ static ft_status do_swiglu(const op_case *c, ft_ctx *ctx, ft_tensor **in, ft_ten
     return ft_swiglu(ctx, out, in[0]);
 }
 
-/* in: x, w, labels[, scale] */
+/* in: x, w, labels; p: chunk, and 1 for a scale of one's own */
 static void ref_loss(const op_case *c, double *const *in, double *const *out)
 {
     int64_t V = c->in[1].shape[0], C = c->in[1].shape[1], n = elems(&c->in[2]), count = 0;
@@ -331,19 +331,16 @@ static void ref_loss(const op_case *c, double *const *in, double *const *out)
         }
         total += log(sum) - mine;
     }
-    out[0][0] = total * (c->n_in == 4 ? in[3][0] : count ? 1.0 / (double)count : 0.0);
+    out[0][0] = total * (c->p[1] ? LOSS_SCALE : count ? 1.0 / (double)count : 0.0);
 }
 
 static ft_status do_loss(const op_case *c, ft_ctx *ctx, ft_tensor **in, ft_tensor **out)
 {
     ft_tensor *scale = NULL;
-    if (c->n_in == 4) { /* it is fp32 also where the rest is bf16 */
-        int64_t one = 1;
-        double value;
-        FT_TRY(fetch(in[3], &value));
-        FT_TRY(make(ctx, &scale, FT_F32, 1, &one, &value));
-    }
-    return ft_linear_cross_entropy(ctx, out, in[0], in[1], in[2], scale, c->p[0]);
+    if (c->p[1]) FT_TRY(make1(ctx, &scale, FT_F32, 1, LOSS_SCALE));
+    FT_TRY(ft_linear_cross_entropy(ctx, out, in[0], in[1], in[2], scale, c->p[0]));
+    ft_tensor_free(scale);
+    return FT_OK;
 }
 
 static void ref_add(const op_case *c, double *const *in, double *const *out)
@@ -510,6 +507,8 @@ static const op_case CASES[] = {
       ref_loss },
     { "linear_cross_entropy, chunks", 3, 1, { S3(2, 13, 7), S2(97, 7), LABELS(2, 13, 97) }, 0,
       { 5, 0, 0, 0 }, do_loss, ref_loss },
+    { "linear_cross_entropy, scaled", 3, 1, { S3(2, 13, 7), S2(97, 7), LABELS(2, 13, 97) }, 0,
+      { 8, 1, 0, 0 }, do_loss, ref_loss },
     { "linear_cross_entropy, chunks of 1", 3, 1, { S3(1, 6, 7), S2(19, 7), LABELS(1, 6, 19) }, 0,
       { 1, 0, 0, 0 }, do_loss, ref_loss },
     { "linear_cross_entropy, one token", 3, 1, { S3(1, 1, 7), S2(97, 7), TOKENS(1, 1, 97) }, 0, NO_P,
@@ -803,10 +802,358 @@ static void test_gradients(void **state)
         }
 }
 
+/* ---- recomputation: a segment with every op, dropped and rebuilt ---- */
+
+enum { B = 2, T = 13, C = 24, H = 6, K = 2, D = 4, F = 10, V = 29, QKV = (H + 2 * K) * D };
+
+enum {
+    W_TABLE, W_NORM1, W_QKV, W_BQKV, W_Q, W_K, W_O, W_NORM2, W_GU, W_DOWN, W_LN, W_LNB, W_GAIN,
+    W_BIAS, W_NORM3, W_HEAD, W_COUNT
+};
+
+static const int64_t W_SHAPES[W_COUNT][2] = {
+    { V, C }, { C, 0 }, { QKV, C }, { QKV, 0 }, { D, 0 }, { D, 0 }, { C, H * D }, { C, 0 },
+    { 2 * F, C }, { C, F }, { C, 0 }, { C, 0 }, { C, 0 }, { C, 0 }, { C, 0 }, { V, C }
+};
+
+typedef struct model {
+    ft_tensor *w[W_COUNT], *tokens, *labels, *rope;
+} model;
+
+typedef struct replay_data {
+    ft_dtype dtype;
+    ft_sac sac;
+    double *grad[W_COUNT];
+    double loss;
+    double replay_flops;
+} replay_data;
+
+static ft_status model_make(ft_ctx *ctx, model *m, ft_dtype dtype)
+{
+    double values[V * C + QKV * C];
+    int64_t shape[2] = { B, T };
+    random_state = 77;
+    for (int i = 0; i < W_COUNT; i++) {
+        int ndim = W_SHAPES[i][1] ? 2 : 1;
+        int64_t n = W_SHAPES[i][0] * (ndim == 2 ? W_SHAPES[i][1] : 1);
+        for (int64_t j = 0; j < n; j++) values[j] = uniform() * (ndim == 2 ? 0.5 : 1.0);
+        FT_TRY(make(ctx, &m->w[i], dtype, ndim, W_SHAPES[i], values));
+        m->w[i]->requires_grad = 1;
+    }
+    for (int j = 0; j < B * T; j++) values[j] = (j * 7 + 3) % V;
+    FT_TRY(make(ctx, &m->tokens, FT_I32, 2, shape, values));
+    for (int j = 0; j < B * T; j++) values[j] = j % 5 == 4 ? -100 : (j * 11 + 5) % V;
+    FT_TRY(make(ctx, &m->labels, FT_I32, 2, shape, values));
+    return ft_rope_table(ctx, &m->rope, T, D, THETA, NULL);
+}
+
+static ft_status model_layer(ft_ctx *ctx, model *m, ft_tensor *x, ft_sac sac, ft_tensor **out)
+{
+    ft_tensor **w = m->w, *h, *q, *sum, *y, *a, *b;
+    FT_TRY(ft_segment_begin(ctx, "layer", sac));
+    FT_TRY(ft_rmsnorm(ctx, &h, x, w[W_NORM1], EPS));
+    FT_TRY(ft_linear(ctx, &q, h, w[W_QKV], w[W_BQKV]));
+    FT_TRY(ft_head_norm(ctx, &q, q, w[W_Q], w[W_K], H, K, D, EPS));
+    FT_TRY(ft_rope(ctx, &q, q, m->rope, H, K, D));
+    FT_TRY(ft_attention(ctx, &h, q, H, K, D));
+    FT_TRY(ft_linear(ctx, &h, h, w[W_O], NULL));
+    FT_TRY(ft_add_rmsnorm(ctx, &sum, &y, x, h, w[W_NORM2], EPS));
+    FT_TRY(ft_linear(ctx, &h, y, w[W_GU], NULL));
+    FT_TRY(ft_swiglu(ctx, &h, h));
+    FT_TRY(ft_linear(ctx, &h, h, w[W_DOWN], NULL));
+    FT_TRY(ft_add_inplace(ctx, &h, h, sum));
+    FT_TRY(ft_layer_norm(ctx, &a, h, w[W_LN], w[W_LNB], EPS));
+    FT_TRY(ft_gelu(ctx, &b, a));
+    FT_TRY(ft_silu(ctx, &a, a));
+    FT_TRY(ft_mul(ctx, &a, a, b));
+    FT_TRY(ft_mul(ctx, &a, a, w[W_GAIN]));
+    FT_TRY(ft_softmax(ctx, &a, a));
+    FT_TRY(ft_add(ctx, &a, a, w[W_BIAS]));
+    FT_TRY(ft_scale(ctx, &a, a, 0.5));
+    FT_TRY(ft_add(ctx, out, h, a));
+    return ft_segment_end(ctx, 1, out);
+}
+
+static ft_status replay_run(ft_ctx *ctx, void *user)
+{
+    replay_data *r = (replay_data *)user;
+    model m;
+    ft_tape *tape;
+    ft_tensor *x, *y, *loss;
+    ft_flops flops;
+    FT_TRY(model_make(ctx, &m, r->dtype));
+    FT_TRY(ft_tape_create(ctx, &tape));
+    FT_TRY(ft_tape_begin(tape));
+    FT_TRY(ft_embedding(ctx, &x, m.tokens, m.w[W_TABLE]));
+    for (int layer = 0; layer < 2; layer++) {
+        FT_TRY(model_layer(ctx, &m, x, r->sac, &y));
+        ft_tensor_free(x);
+        x = y;
+    }
+    FT_TRY(ft_rmsnorm(ctx, &y, x, m.w[W_NORM3], EPS));
+    ft_tensor_free(x);
+    FT_TRY(ft_linear_cross_entropy(ctx, &loss, y, m.w[W_HEAD], m.labels, NULL, 8));
+    ft_tensor_free(y);
+    FT_TRY(ft_tape_end(tape));
+    FT_TRY(ft_backward(tape, loss, NULL));
+    FT_TRY(fetch(loss, &r->loss));
+    for (int i = 0; i < W_COUNT; i++) {
+        CHECK(m.w[i]->grad, "weight %d got no gradient", i);
+        r->grad[i] = (double *)malloc((size_t)ft_numel(m.w[i]) * sizeof(double));
+        FT_TRY(fetch(m.w[i]->grad, r->grad[i]));
+    }
+    ft_flops_get(ctx, &flops);
+    r->replay_flops = flops.replay;
+    return FT_OK;
+}
+
+static void test_replay(void **state)
+{
+    (void)state;
+    for (int bf16 = 0; bf16 < 2; bf16++) {
+        replay_data first, other;
+        memset(&first, 0, sizeof first);
+        first.dtype = bf16 ? FT_BF16 : FT_F32;
+        launch_ok(replay_run, &first);
+        assert_true(first.replay_flops == 0);
+        for (int kind = FT_SAC_SELECTIVE; kind <= FT_SAC_MASK; kind++)
+            for (int bit = 0; bit < (kind == FT_SAC_MASK ? 24 : 1); bit++) {
+                memset(&other, 0, sizeof other);
+                other.dtype = first.dtype;
+                other.sac.kind = (ft_sac_kind)kind;
+                other.sac.mask = (uint64_t)1 << bit;
+                launch_ok(replay_run, &other);
+                if (kind != FT_SAC_MASK) assert_true(other.replay_flops > 0);
+                assert_memory_equal(&other.loss, &first.loss, sizeof(double));
+                for (int i = 0; i < W_COUNT; i++) {
+                    int64_t n = W_SHAPES[i][0] * (W_SHAPES[i][1] ? W_SHAPES[i][1] : 1);
+                    assert_memory_equal(other.grad[i], first.grad[i], (size_t)n * sizeof(double));
+                }
+                release(other.grad, W_COUNT);
+            }
+        release(first.grad, W_COUNT);
+    }
+}
+
+/* ---- the loss: its two ways, and labels that do not count ---- */
+
+enum { N = 13, LC = 7, LV = 97 };
+
+typedef struct loss_run { /* of one backward */
+    double loss, dx[N * LC], dw[LV * LC];
+} loss_run;
+
+static ft_status loss_backward(ft_ctx *ctx, ft_dtype dtype, const double *labels, int read_first,
+                               loss_run *run)
+{
+    double values[LV * LC];
+    int64_t xs[2] = { N, LC }, ws[2] = { LV, LC }, ls[1] = { N };
+    ft_tensor *x, *through, *w, *l, *loss;
+    ft_tape *tape;
+    random_state = 5;
+    for (int i = 0; i < N * LC; i++) values[i] = uniform();
+    FT_TRY(make(ctx, &x, dtype, 2, xs, values));
+    for (int i = 0; i < LV * LC; i++) values[i] = uniform();
+    FT_TRY(make(ctx, &w, dtype, 2, ws, values));
+    FT_TRY(make(ctx, &l, FT_I32, 1, ls, labels));
+    x->requires_grad = w->requires_grad = 1;
+    FT_TRY(ft_tape_create(ctx, &tape));
+    FT_TRY(ft_tape_begin(tape));
+    FT_TRY(ft_scale(ctx, &through, x, 1.0));
+    FT_TRY(ft_linear_cross_entropy(ctx, &loss, through, w, l, NULL, 5));
+    ft_tensor_free(through);
+    FT_TRY(ft_tape_end(tape));
+    if (read_first) FT_TRY(fetch(loss, &run->loss));
+    FT_TRY(ft_backward(tape, loss, NULL));
+    if (!read_first) FT_TRY(fetch(loss, &run->loss));
+    FT_TRY(fetch(x->grad, run->dx));
+    return fetch(w->grad, run->dw);
+}
+
+static ft_status loss_two_ways(ft_ctx *ctx, void *user)
+{
+    static loss_run runs[2];
+    ft_dtype dtype = *(ft_dtype *)user;
+    double labels[N];
+    for (int i = 0; i < N; i++) labels[i] = i % 4 == 2 ? -100 : (i * 31) % LV;
+    for (int way = 0; way < 2; way++) FT_TRY(loss_backward(ctx, dtype, labels, way, &runs[way]));
+    CHECK(!memcmp(&runs[0], &runs[1], sizeof runs[0]), "%s: loss or gradients differ when the loss "
+          "is read before backward: %.9g, %.9g", ft_dtype_name(dtype), runs[0].loss, runs[1].loss);
+    return FT_OK;
+}
+
+static ft_status loss_all_ignored(ft_ctx *ctx, void *user)
+{
+    static loss_run run;
+    double labels[N];
+    for (int i = 0; i < N; i++) labels[i] = -100;
+    for (int way = 0; way < 2; way++) {
+        FT_TRY(loss_backward(ctx, *(ft_dtype *)user, labels, way, &run));
+        CHECK(run.loss == 0, "the loss of no tokens is %g", run.loss);
+        for (int i = 0; i < N * LC; i++) CHECK(run.dx[i] == 0, "dx[%d] is %g", i, run.dx[i]);
+        for (int i = 0; i < LV * LC; i++) CHECK(run.dw[i] == 0, "dw[%d] is %g", i, run.dw[i]);
+    }
+    return FT_OK;
+}
+
+static void test_loss(void **state)
+{
+    (void)state;
+    for (int bf16 = 0; bf16 < 2; bf16++) {
+        ft_dtype dtype = bf16 ? FT_BF16 : FT_F32;
+        launch_ok(loss_two_ways, &dtype);
+        launch_ok(loss_all_ignored, &dtype);
+    }
+}
+
+/* ---- bad input ---- */
+
+typedef struct bad_data { int labels; double value; int position; int on_tape; } bad_data;
+
+static ft_status bad_index(ft_ctx *ctx, void *user)
+{
+    bad_data *bad = (bad_data *)user;
+    double indices[N];
+    for (int i = 0; i < N; i++) indices[i] = i == bad->position ? bad->value : i;
+    if (bad->labels) {
+        static loss_run run;
+        int64_t xs[2] = { N, LC }, ws[2] = { LV, LC }, ls[1] = { N };
+        ft_tensor *x, *w, *l, *loss;
+        if (bad->on_tape) return loss_backward(ctx, FT_F32, indices, 0, &run);
+        FT_TRY(ft_tensor_create(ctx, &x, FT_F32, 2, xs, FT_TAG_ACT));
+        FT_TRY(ft_tensor_create(ctx, &w, FT_F32, 2, ws, FT_TAG_ACT));
+        FT_TRY(ft_fill(x, 0.5, ft_stream_get(ctx, FT_STREAM_COMPUTE)));
+        FT_TRY(ft_fill(w, 0.5, ft_stream_get(ctx, FT_STREAM_COMPUTE)));
+        FT_TRY(make(ctx, &l, FT_I32, 1, ls, indices));
+        FT_TRY(ft_linear_cross_entropy(ctx, &loss, x, w, l, NULL, 5));
+    } else {
+        int64_t ts[1] = { N }, ws[2] = { LV, LC };
+        ft_tensor *tokens, *table, *y;
+        FT_TRY(make(ctx, &tokens, FT_I32, 1, ts, indices));
+        FT_TRY(ft_tensor_create(ctx, &table, FT_F32, 2, ws, FT_TAG_PARAM));
+        FT_TRY(ft_fill(table, 0.5, ft_stream_get(ctx, FT_STREAM_COMPUTE)));
+        FT_TRY(ft_embedding(ctx, &y, tokens, table));
+    }
+    return ft_sync(ctx);
+}
+
+static void test_bad_index(void **state)
+{
+    static const double values[] = { LV, -1, -99, 2147483647.0, -2147483648.0 };
+    (void)state;
+    for (int labels = 0; labels < 2; labels++)
+        for (int on_tape = 0; on_tape <= labels; on_tape++)
+            for (int i = 0; i < 5; i++) {
+                bad_data bad = { labels, values[i], 11, on_tape };
+                ft_config config = ft_config_default();
+                char value[32];
+                snprintf(value, sizeof value, "%.0f", values[i]);
+                assert_int_equal(ft_launch(&config, bad_index, &bad), FT_ERR_DATA);
+                assert_non_null(strstr(ft_last_error(), "11"));
+                assert_non_null(strstr(ft_last_error(), value));
+            }
+}
+
+#define REFUSED(call, wanted, word)                                                                \
+    do {                                                                                           \
+        ft_status refused = (call);                                                                \
+        CHECK(refused == (wanted) && strstr(ft_last_error(), word), "%s: %s, \"%s\"", #call,       \
+              ft_status_name(refused), ft_last_error());                                           \
+    } while (0)
+
+static ft_status bad_shapes(ft_ctx *ctx, void *user)
+{
+    ft_tensor *a, *b, *h, *w, *i, *qkv, *t, *y, *z;
+    int64_t s[3] = { 2, 3, 5 }, q[3] = { 2, 3, 20 };
+    ft_rope_scaling scaling = { 8, 4, 4, 16 };
+    (void)user;
+    FT_TRY(ft_tensor_create(ctx, &a, FT_F32, 3, s, FT_TAG_ACT));
+    FT_TRY(ft_tensor_create(ctx, &b, FT_F32, 2, s, FT_TAG_ACT));
+    FT_TRY(ft_tensor_create(ctx, &h, FT_BF16, 3, s, FT_TAG_ACT));
+    FT_TRY(ft_tensor_create(ctx, &w, FT_F32, 1, s + 2, FT_TAG_ACT));
+    FT_TRY(ft_tensor_create(ctx, &i, FT_I32, 3, s, FT_TAG_ACT));
+    FT_TRY(ft_tensor_create(ctx, &qkv, FT_F32, 3, q, FT_TAG_ACT));
+    FT_TRY(ft_rope_table(ctx, &t, 2, 4, THETA, NULL));
+    REFUSED(ft_embedding(ctx, &y, a, b), FT_ERR_SHAPE, "embedding");
+    REFUSED(ft_embedding(ctx, &y, i, w), FT_ERR_SHAPE, "[2,3,5]");
+    REFUSED(ft_rmsnorm(ctx, &y, a, b, EPS), FT_ERR_SHAPE, "rmsnorm");
+    REFUSED(ft_rmsnorm(ctx, &y, h, w, EPS), FT_ERR_SHAPE, "bf16");
+    REFUSED(ft_rmsnorm(ctx, &y, a, w, -1), FT_ERR_ARG, "eps");
+    REFUSED(ft_rmsnorm(ctx, &y, i, w, EPS), FT_ERR_SHAPE, "int32");
+    REFUSED(ft_add_rmsnorm(ctx, &y, &z, a, b, w, EPS), FT_ERR_SHAPE, "add_rmsnorm");
+    REFUSED(ft_linear(ctx, &y, a, qkv, NULL), FT_ERR_SHAPE, "linear");
+    REFUSED(ft_attention(ctx, &y, qkv, 3, 2, 4), FT_ERR_ARG, "multiple");
+    REFUSED(ft_attention(ctx, &y, qkv, 3, 1, 5), FT_ERR_SHAPE, "attention");
+    REFUSED(ft_attention(ctx, &y, qkv, 0, 1, 5), FT_ERR_ARG, "attention");
+    REFUSED(ft_rope(ctx, &y, qkv, t, 2, 1, 5), FT_ERR_ARG, "odd");
+    REFUSED(ft_rope(ctx, &y, qkv, t, 3, 1, 4), FT_ERR_SHAPE, "rope"); /* table shorter than T */
+    REFUSED(ft_head_norm(ctx, &y, qkv, w, w, 3, 1, 4, EPS), FT_ERR_SHAPE, "head_norm");
+    REFUSED(ft_swiglu(ctx, &y, a), FT_ERR_SHAPE, "swiglu");
+    REFUSED(ft_add(ctx, &y, w, a), FT_ERR_SHAPE, "add");
+    REFUSED(ft_add(ctx, &y, a, b), FT_ERR_SHAPE, "add");
+    REFUSED(ft_add_inplace(ctx, &y, a, w), FT_ERR_SHAPE, "add_inplace");
+    REFUSED(ft_mul(ctx, &y, a, b), FT_ERR_SHAPE, "mul");
+    REFUSED(ft_layer_norm(ctx, &y, a, w, b, EPS), FT_ERR_SHAPE, "layer_norm");
+    REFUSED(ft_gelu(ctx, &y, NULL), FT_ERR_ARG, "gelu");
+    REFUSED(ft_rope_table(ctx, &y, 4, 3, THETA, NULL), FT_ERR_ARG, "ft_rope_table");
+    REFUSED(ft_rope_table(ctx, &y, 4, 4, THETA, &scaling), FT_ERR_ARG, "factor");
+    REFUSED(ft_fill(i, 0.5, ft_stream_get(ctx, FT_STREAM_COMPUTE)), FT_ERR_ARG, "0.5");
+    REFUSED(ft_copy(i, a, ft_stream_get(ctx, FT_STREAM_COMPUTE)), FT_ERR_SHAPE, "int32");
+    return FT_OK;
+}
+
+static void test_bad_shapes(void **state)
+{
+    (void)state;
+    launch_ok(bad_shapes, NULL);
+}
+
+/* ---- fill and copy ---- */
+
+static ft_status fill_and_copy(ft_ctx *ctx, void *user)
+{
+    ft_stream *stream = ft_stream_get(ctx, FT_STREAM_COMPUTE);
+    ft_tensor *wide, *narrow, *back, *index, *other;
+    int64_t n = 1003;
+    double in[1003], out[1003];
+    (void)user;
+    for (int64_t i = 0; i < n; i++) in[i] = uniform() * 100;
+    FT_TRY(make(ctx, &wide, FT_F32, 1, &n, in));
+    FT_TRY(ft_tensor_create(ctx, &narrow, FT_BF16, 1, &n, FT_TAG_ACT));
+    FT_TRY(ft_tensor_create(ctx, &back, FT_F32, 1, &n, FT_TAG_ACT));
+    FT_TRY(ft_tensor_create(ctx, &index, FT_I32, 1, &n, FT_TAG_ACT));
+    FT_TRY(ft_tensor_create(ctx, &other, FT_I32, 1, &n, FT_TAG_ACT));
+    FT_TRY(ft_copy(narrow, wide, stream));
+    FT_TRY(ft_copy(back, narrow, stream));
+    FT_TRY(fetch(back, out));
+    for (int64_t i = 0; i < n; i++) CHECK(out[i] == rounded(in[i], FT_BF16), "bf16 of %g", in[i]);
+    FT_TRY(ft_copy(back, wide, stream));
+    FT_TRY(fetch(back, out));
+    for (int64_t i = 0; i < n; i++) CHECK(out[i] == rounded(in[i], FT_F32), "copy of %g", in[i]);
+    FT_TRY(ft_fill(narrow, 3.0, stream));
+    FT_TRY(ft_fill(index, -100, stream));
+    FT_TRY(ft_copy(other, index, stream));
+    FT_TRY(fetch(narrow, in));
+    FT_TRY(fetch(other, out));
+    for (int64_t i = 0; i < n; i++) CHECK(in[i] == 3 && out[i] == -100, "fill %g %g", in[i], out[i]);
+    return FT_OK;
+}
+
+static void test_fill_and_copy(void **state)
+{
+    (void)state;
+    launch_ok(fill_and_copy, NULL);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_gradients),
+        cmocka_unit_test(test_replay),
+        cmocka_unit_test(test_loss),
+        cmocka_unit_test(test_bad_index),
+        cmocka_unit_test(test_bad_shapes),
+        cmocka_unit_test(test_fill_and_copy),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

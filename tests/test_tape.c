@@ -842,8 +842,9 @@ static ft_status execution_check(execution *x)
 }
 
 /* All nodes after `node` are done: what is alive now is known exactly. */
-static ft_status execution_mark(ft_ctx *ctx, void *user)
+static ft_status execution_mark(ft_ctx *ctx, void *user, ft_phase phase)
 {
+    (void)phase;
     const mark_at *at = (const mark_at *)user;
     execution *x = at->x;
     (void)ctx;
@@ -1842,8 +1843,9 @@ static void two_tapes(void **state)
 typedef struct passes { int order[8], n, fail_at; ft_tensor *w; int w_need[8]; } passes;
 typedef struct pass { passes *all; int number; } pass;
 
-static ft_status pass_mark(ft_ctx *ctx, void *user)
+static ft_status pass_mark(ft_ctx *ctx, void *user, ft_phase phase)
 {
+    (void)phase;
     const pass *p = (const pass *)user;
     (void)ctx;
     if (p->number == p->all->fail_at) return ft_error(FT_ERR_STATE, "mark %d fails", p->number);
@@ -2089,8 +2091,9 @@ static ft_status layer_check(layer *l)
                     want - l->base);
 }
 
-static ft_status layer_mark(ft_ctx *ctx, void *user)
+static ft_status layer_mark(ft_ctx *ctx, void *user, ft_phase phase)
 {
+    (void)phase;
     const layer_at *at = (const layer_at *)user;
     layer *l = at->layer;
     (void)ctx;

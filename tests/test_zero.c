@@ -391,44 +391,67 @@ static void test_initial_weights(void **state)
 
 static int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-typedef struct wire { int64_t emb, layer, final; } wire;
+static int ranks_of_a_copy(const th_options *o)
+{
+    return o->zero.shard_ranks ? o->zero.shard_ranks : o->dp;
+}
 
-/* Bytes of each unit, padded, times (D-1)/D: from the model's sizes alone. */
-static wire unit_wire(const th_options *o)
+/* Elements of each unit's shard, from the model's sizes alone: embedding, a layer, final. */
+typedef struct shards { int64_t emb, layer, final, all; } shards;
+
+static shards unit_shards(const th_options *o)
 {
     const ft_llama_config *c = &o->model;
-    int64_t C = c->hidden, D = C / c->heads, F = c->intermediate, unit[3];
-    int64_t bytes = o->zero.dtype == FT_BF16 ? 2 : 4;
+    int64_t C = c->hidden, size = C / c->heads, F = c->intermediate, unit[3], D = ranks_of_a_copy(o);
     unit[0] = c->vocab * C;
-    unit[1] = (c->heads + 2 * c->kv_heads) * D * C + C * c->heads * D + 3 * C * F + 2 * C;
+    unit[1] = (c->heads + 2 * c->kv_heads) * size * C + C * c->heads * size + 3 * C * F + 2 * C;
     unit[2] = C + (c->tie_embeddings ? 0 : c->vocab * C);
-    for (int i = 0; i < 3; i++)
-        unit[i] = up_to((unit[i] + o->dp - 1) / o->dp, 8) * (o->dp - 1) * bytes;
-    wire w = {unit[0], unit[1], unit[2]};
-    return w;
+    for (int i = 0; i < 3; i++) unit[i] = up_to((unit[i] + D - 1) / D, 8);
+    shards s = {unit[0], unit[1], unit[2], unit[0] + c->layers * unit[1] + unit[2]};
+    return s;
+}
+
+static int64_t bytes_of(const th_options *o, ft_zero_dtype dtype)
+{
+    return dtype == FT_ZERO_F32 || (dtype == FT_ZERO_SAME && o->zero.dtype == FT_F32) ? 4 : 2;
+}
+
+static void sent_equals(const th_options *o, const char *what, int64_t sent, int64_t formula,
+                        int64_t expected)
+{
+    if (sent != o->steps * expected || formula != expected)
+        fail_msg("%s, shard_ranks %d: %s: sent %lld in %d steps, formula %lld, expected %lld a step",
+                 describe(o), o->zero.shard_ranks, what, (long long)sent, o->steps,
+                 (long long)formula, (long long)expected);
 }
 
 static void check_traffic(const th_options *o, const th_result *r)
 {
-    wire w = unit_wire(o);
-    int64_t P = w.emb + o->model.layers * w.layer + w.final, M = o->micro_batches;
-    int tied = o->model.tie_embeddings, stage = o->zero.stage;
-    int64_t total = stage < 2 ? 2 * P : stage == 2 ? (M + 1) * P
-                                                   : M * (3 * P - w.final - (tied ? 0 : w.emb));
-    int64_t reduce = stage == 0 ? 2 * P : stage == 1 ? P : M * P;
+    shards s = unit_shards(o);
+    int stage = o->zero.stage, tied = o->model.tie_embeddings;
+    int64_t M = o->micro_batches, others = ranks_of_a_copy(o) - 1;
+    int64_t copies = o->dp / (others + 1), wire = bytes_of(o, o->zero.reduce_dtype);
+    int64_t weights = others * bytes_of(o, FT_ZERO_SAME), grads = others * wire * s.all;
+    int64_t gather = stage == 0 ? 0 : weights * s.all;
+    if (stage == 3) gather = M * weights * (2 * s.all - s.final - (tied ? 0 : s.emb));
+    int64_t reduce = (stage == 0 ? 2 : stage == 1 ? 1 : M) * grads;
+    if (stage >= 2 && others) wire = bytes_of(o, o->zero.accumulate_dtype);
     for (int rank = 0; rank < o->dp; rank++) {
         const ft_zero_formula *f = &r->formula[rank];
-        if (r->gather_sent[rank] != o->steps * (total - reduce) ||
-            r->reduce_sent[rank] != o->steps * reduce)
-            fail_msg("%s, rank %d: sent %lld gather, %lld reduce; expected %lld, %lld", describe(o),
-                     rank, (long long)r->gather_sent[rank], (long long)r->reduce_sent[rank],
-                     (long long)(o->steps * (total - reduce)), (long long)(o->steps * reduce));
-        if (f->gather_sent != total - reduce || f->reduce_sent != reduce)
-            fail_msg("%s: the formula says %lld gather, %lld reduce; expected %lld, %lld",
-                     describe(o), (long long)f->gather_sent, (long long)f->reduce_sent,
-                     (long long)(total - reduce), (long long)reduce);
+        sent_equals(o, "gather", r->gather_sent[rank], f->gather_sent, gather);
+        sent_equals(o, "reduce", r->reduce_sent[rank], f->reduce_sent, reduce);
+        sent_equals(o, "replicas", r->replica_sent[rank], f->replica_sent,
+                    2 * s.all * wire * (copies - 1) / copies);
         assert_int_equal(r->scalars_sent[rank], o->steps * 12 * (o->dp - 1));
     }
+}
+
+static void bytes_equal(const th_options *o, const char *what, size_t bytes, size_t formula)
+{
+    if (bytes != formula)
+        fail_msg("%s, accumulate %d, reduce %d, shard_ranks %d: %s takes %zu bytes, the formula says "
+                 "%zu", describe(o), (int)o->zero.accumulate_dtype, (int)o->zero.reduce_dtype,
+                 o->zero.shard_ranks, what, bytes, formula);
 }
 
 /* Case 7 is in here: whole gradients kept over micro-batches would show in `highest`. */
@@ -437,18 +460,30 @@ static void check_bounds(const th_options *o, const th_result *r)
     for (int rank = 0; rank < o->dp; rank++) {
         const ft_zero_formula *f = &r->formula[rank];
         const ft_mem_stats *m = &r->mem[rank];
-        if (m->highest[FT_TAG_GRAD] != f->grad_max || m->highest[FT_TAG_GATHER] != f->gather_max ||
-            m->live[FT_TAG_PARAM] != f->param || m->live[FT_TAG_OPTIM] != f->optim)
-            fail_msg("%s: grad %zu (formula %zu), gather %zu (%zu), param %zu (%zu), optim %zu (%zu)",
-                     describe(o), m->highest[FT_TAG_GRAD], f->grad_max, m->highest[FT_TAG_GATHER],
-                     f->gather_max, m->live[FT_TAG_PARAM], f->param, m->live[FT_TAG_OPTIM],
-                     f->optim);
-        if (m->live[FT_TAG_GRAD] || m->live[FT_TAG_GATHER] ||
-            m->live_bytes != r->created[rank].live_bytes)
-            fail_msg("%s: %zu bytes live before training, %zu after (grad %zu, gather %zu)",
-                     describe(o), r->created[rank].live_bytes, m->live_bytes,
-                     m->live[FT_TAG_GRAD], m->live[FT_TAG_GATHER]);
+        bytes_equal(o, "param", m->live[FT_TAG_PARAM], f->param);
+        bytes_equal(o, "optim", m->live[FT_TAG_OPTIM], f->optim);
+        bytes_equal(o, "grad", m->highest[FT_TAG_GRAD], f->grad_max);
+        bytes_equal(o, "gather", m->highest[FT_TAG_GATHER], f->gather_max);
+        bytes_equal(o, "comm", m->highest[FT_TAG_COMM], f->comm_max);
+        bytes_equal(o, "all after training", m->live_bytes, r->created[rank].live_bytes);
     }
+}
+
+static ft_status forget_creation(th_rank *r, th_moment moment, void *user)
+{
+    (void)user;
+    if (moment == TH_CREATED) ft_mem_reset_peak(r->ctx);
+    return FT_OK;
+}
+
+static void check_costs(th_options *o)
+{
+    o->no_hash = 1;
+    o->hook = forget_creation;
+    th_result *r = run_ok(o);
+    check_traffic(o, r);
+    check_bounds(o, r);
+    th_free(r);
 }
 
 /* On meta every combination, on the CPU some. */
@@ -467,14 +502,34 @@ static void test_traffic(void **state)
         o.model.tie_embeddings = i / 40 % 2;
         o.zero.dtype = i / 80 % 2 ? FT_BF16 : FT_F32;
         o.steps = 2;
-        o.no_hash = 1;
         o.launch.device = i / 160 ? FT_CPU : FT_META;
         if (o.launch.device == FT_CPU && (o.zero.dtype == FT_BF16 || o.dp == 3)) continue;
         o.sac = policy(&o, sac, i % 3);
-        th_result *r = run_ok(&o);
-        check_traffic(&o, r);
-        check_bounds(&o, r);
-        th_free(r);
+        check_costs(&o);
+    }
+}
+
+/* The same with gradients in other dtypes, sharding over a part of the ranks, other schedules. */
+static void test_traffic_of_options(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 4 * 3 * 3 * 3 * 2 * 2; i++) {
+        th_options o = small();
+        o.dp = 4;
+        o.zero.stage = i % 4;
+        o.zero.shard_ranks = 1 << i / 4 % 3;
+        o.zero.reduce_dtype = (ft_zero_dtype)(i / 12 % 3);
+        o.zero.accumulate_dtype = i / 36 % 3 ? FT_ZERO_F32 : FT_ZERO_SAME;
+        o.zero.dtype = i / 36 % 3 == 1 ? FT_F32 : FT_BF16;
+        o.zero.prefetch = i % 3;
+        o.zero.reduce_overlap = i % 5 ? FT_ON : FT_OFF;
+        o.micro_batches = i / 108 % 2 ? 3 : 1;
+        o.model.tie_embeddings = i / 216;
+        o.samples = 72;
+        o.T = 2;
+        o.steps = 2;
+        o.launch.device = i % 11 ? FT_META : FT_CPU;
+        check_costs(&o);
     }
 }
 
@@ -2039,6 +2094,286 @@ static void test_import_wins(void **state)
     }
 }
 
+/* ------------------------------------------------------------------ hybrid sharding, other dtypes */
+
+/* [H1] Copies hold the same bits, shard by shard. */
+static ft_status replicas_agree(th_rank *r, th_moment moment, void *user)
+{
+    (void)user;
+    if (moment != TH_END && moment != TH_STEP_ENDING) return FT_OK;
+    FT_TRY(ft_sync(r->ctx));
+    CHECK(r->zero->replicas);
+    for (int u = 0; u < r->zero->n_units; u++) {
+        const ft__zero_flat *f = &r->zero->units[u].flat[0];
+        ft_tensor *t = moment == TH_END ? f->mine : f->grad_mine;
+        int64_t n = f->elems - r->zero->rank * f->shard;
+        if (n > f->shard) n = f->shard;
+        if (n < 1) continue;
+        FT_TRY(ft_agree(r->zero->replicas, "a shard", ft__llama_fnv(ft__llama_fnv_begin(),
+                        ft_data(t), (size_t)n * ft_dtype_bytes(t->dtype))));
+    }
+    return FT_OK;
+}
+
+/* Hybrid sharding is a layout: every stage has the same bits, and all are close to one rank's. */
+static void test_hybrid(void **state)
+{
+    static const int layout[][2] = {{2, 1}, {4, 1}, {4, 2}, {8, 2}, {8, 4}}; /* dp, shard_ranks */
+    (void)state;
+    for (int M = 1; M <= 3; M += 2) {
+        th_options one = small();
+        one.samples = 72;
+        one.T = 4;
+        one.steps = 3;
+        th_result *alone = run_ok(&one);
+        for (int i = 0; i < 5; i++) {
+            th_result *zero = NULL;
+            for (int stage = 0; stage < 4; stage++) {
+                th_options o = one;
+                o.dp = layout[i][0];
+                o.micro_batches = M;
+                o.zero.shard_ranks = layout[i][1];
+                o.zero.stage = stage;
+                o.hook = replicas_agree;
+                th_result *r = run_ok(&o);
+                if (!zero) zero = r;
+                if (M == 1) same_bits(&o, zero, r);
+                close_losses(&o, alone, r, 1e-5);
+                if (r != zero) th_free(r);
+            }
+            th_free(zero);
+        }
+        th_free(alone);
+    }
+}
+
+/* Units that are idle in the last micro-batch, or in the step, are summed over the copies too. */
+static void test_hybrid_idle(void **state)
+{
+    toy s = toy_default();
+    (void)state;
+    s.steps = 4;
+    s.skips = idle;
+    toy_add(&s, 0, 10, 10, FT_ZERO_DECAY);
+    toy_add(&s, 0, 0, 10, 0);
+    toy_add(&s, 0, 10, 10, FT_ZERO_DECAY);
+    toy_add(&s, 1, 10, 10, FT_ZERO_DECAY);
+    toy_add(&s, 2, 0, 10, 0);
+    toy_add(&s, 2, 10, 10, FT_ZERO_DECAY);
+    toy_add(&s, 3, 7, 10, FT_ZERO_DECAY);
+    for (int i = 0; i < 12; i++) {
+        s.micro_batches = i % 3 + 1;
+        s.dp = 1;
+        s.zero.shard_ranks = 0;
+        s.zero.stage = 0;
+        toy_result *reference = toy_ok(&s), *r;
+        s.dp = 4;
+        s.zero.shard_ranks = i % 2 + 1;
+        s.zero.stage = i / 3;
+        r = toy_ok(&s);
+        for (int t = 0; t < s.steps; t++) { /* gradients of idle ones are not final before the end */
+            double off = distance(reference->weights[t + 1], r->weights[t + 1], r->total);
+            double norm = fabs(reference->norm[t] - r->norm[t]);
+            if (!(off <= 3e-6 && norm <= 3e-6 * reference->norm[t]))
+                fail_msg("stage %d, %d micro-batches, step %d: weights off by %.2g, norm %.9g, "
+                         "expected %.9g", s.zero.stage, s.micro_batches, t, off, r->norm[t],
+                         reference->norm[t]);
+        }
+        free(reference);
+        free(r);
+    }
+}
+
+/* Case 6: ranks hold 256, 1, 1, 1, 1, 1, 1, 1. On an fp32 wire that is 263; on a bf16 one 264, which
+   is 263 rounded once; never 256. */
+typedef struct addends { ft_zero_config config; float expected; } addends;
+
+static ft_status small_addends(ft_ctx *ctx, void *user)
+{
+    const addends *a = (const addends *)user;
+    bench b;
+    ft_tensor *grad;
+    int accumulate;
+    float sums[25];
+    FT_TRY(bench_begin(&b, ctx, &a->config));
+    FT_TRY(bench_commit(&b));
+    FT_TRY(ft_zero_step_begin(b.zero, 1, 1, &b.scale));
+    FT_TRY(b.w[0]->sink.get(b.w[0]->sink.user, b.w[0], &grad, &accumulate));
+    CHECK(accumulate == 0);
+    FT_TRY(ft_fill(grad, ft_rank(ctx) ? 1 : 256, b.zero->compute));
+    FT_TRY(ft_zero_reduce(b.zero, 0));
+    FT_TRY(ft_zero_export_grad(b.zero, b.w[0], 0, 25, sums));
+    for (int i = 0; i < 25; i++) CHECK(sums[i] == a->expected);
+    return ft_zero_step_end(b.zero, 0.1);
+}
+
+static void test_small_addends(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 4 * 2 * 3 * 2; i++) {
+        addends a;
+        ft_config launch = ft_config_default();
+        a.config = ft_zero_config_default();
+        a.config.stage = i % 4;
+        a.config.dtype = i / 4 % 2 ? FT_BF16 : FT_F32;
+        a.config.reduce_dtype = (ft_zero_dtype)(i / 8 % 3);
+        a.config.accumulate_dtype = i / 24 ? FT_ZERO_F32 : FT_ZERO_SAME;
+        int bf16 = a.config.dtype == FT_BF16;
+        int fp32_wire = a.config.reduce_dtype == FT_ZERO_F32 || (!a.config.reduce_dtype && !bf16);
+        /* What was added in fp32 is kept so only where the gradient is. */
+        a.expected = fp32_wire && (!bf16 || i / 24) ? 263 : 264;
+        launch.world = 8;
+        if (ft_launch(&launch, small_addends, &a) != FT_OK)
+            fail_msg("stage %d, %s, reduce %d, accumulate %d: %s", a.config.stage,
+                     ft_dtype_name(a.config.dtype), (int)a.config.reduce_dtype,
+                     (int)a.config.accumulate_dtype, ft_last_error());
+    }
+}
+
+/* In bf16 twelve micro-batches added in fp32 are closer to the truth than added in bf16, and one
+   micro-batch gives the same bits in every stage. */
+static void test_fp32_accumulation(void **state)
+{
+    (void)state;
+    toy s = toy_default();
+    toy_add(&s, 0, 10, 10, FT_ZERO_DECAY);
+    toy_add(&s, 0, 0, 10, 0);
+    toy_add(&s, 1, 10, 10, FT_ZERO_DECAY);
+    toy_add(&s, 2, 7, 10, FT_ZERO_DECAY);
+    s.steps = 1;
+    toy_result *truth = toy_ok(&s);
+    s.zero.dtype = FT_BF16;
+    for (int stage = 0; stage < 4; stage++) {
+        double off[2];
+        for (int fp32 = 0; fp32 < 2; fp32++) {
+            s.dp = 2;
+            s.micro_batches = 12;
+            s.zero.stage = stage;
+            s.zero.accumulate_dtype = fp32 ? FT_ZERO_F32 : FT_ZERO_SAME;
+            s.zero.reduce_dtype = fp32 ? FT_ZERO_F32 : FT_ZERO_SAME;
+            toy_result *r = toy_ok(&s);
+            off[fp32] = distance(truth->grads[0], r->grads[0], r->total);
+            free(r);
+        }
+        if (!(off[1] < 0.7 * off[0] && off[0] < 0.05))
+            fail_msg("stage %d: gradients off by %.3g with bf16, %.3g with fp32 accumulation", stage,
+                     off[0], off[1]);
+    }
+    free(truth);
+    s.micro_batches = 1;
+    s.steps = 3;
+    for (int reduce = 0; reduce < 3; reduce++) {
+        s.zero.reduce_dtype = (ft_zero_dtype)reduce;
+        toy_stages(s, 3, NULL, 0, NULL);
+    }
+}
+
+/* --------------------------------------------------------------------------------- other optimizers */
+
+/* A user's own: the sign of the gradient, and the number of updates in its state. */
+static void sign_update(const ft_zero_update *u)
+{
+    for (int64_t i = 0; i < u->n; i++) {
+        float g = u->grad[i];
+        u->state[0][i] += 1;
+        if (u->state[0][i] != (float)u->step || u->state[1]) u->weight[i] = NAN;
+        u->weight[i] -= (float)(u->lr * u->hyper[3]) * (float)((g > 0) - (g < 0)) +
+                        (float)(u->lr * u->decay) * u->weight[i];
+    }
+}
+
+typedef struct rule { double momentum; int nesterov, sign; } rule;
+
+static void sgd_reference(const toy *s, const toy_result *r, const rule *rule)
+{
+    static double w[TOY_TOTAL], v[TOY_TOTAL];
+    memset(v, 0, sizeof v);
+    for (int64_t k = 0; k < r->total; k++) w[k] = r->weights[0][k];
+    for (int t = 0; t < s->steps; t++) {
+        int64_t k = 0;
+        for (int i = 0; i < s->n_params; i++) {
+            const toy_param *p = &s->params[i];
+            double decay = p->flags & FT_ZERO_DECAY ? s->zero.weight_decay : 0;
+            for (int64_t end = k + p->cols * (p->rows ? p->rows : 1); k < end; k++) {
+                double g = r->coef[t] * r->grads[t][k] + decay * w[k];
+                if (rule->sign) {
+                    double raw = r->grads[t][k];
+                    w[k] -= s->lr * (0.25 * ((raw > 0) - (raw < 0)) + decay * w[k]);
+                } else {
+                    v[k] = rule->momentum * v[k] + g;
+                    w[k] -= s->lr * (rule->nesterov ? g + rule->momentum * v[k] : v[k]);
+                }
+                if (!(fabs(r->weights[t + 1][k] - w[k]) <= 2e-6))
+                    fail_msg("dp %d, stage %d, momentum %g, step %d: weight %.9g, expected %.9g",
+                             s->dp, s->zero.stage, rule->momentum, t, r->weights[t + 1][k], w[k]);
+            }
+        }
+    }
+}
+
+static void test_other_optimizers(void **state)
+{
+    static const rule rules[] = {{0, 0, 0}, {0, 1, 0}, {0.9, 0, 0}, {0.9, 1, 0}, {0, 0, 1}};
+    (void)state;
+    for (int i = 0; i < 5 * 4 * 2; i++) {
+        toy s = toy_default();
+        const rule *rule = &rules[i % 5];
+        s.dp = 3;
+        s.steps = 5;
+        s.lr = 0.1;
+        s.zero.stage = i / 5 % 4;
+        s.zero.dtype = i / 20 ? FT_BF16 : FT_F32;
+        s.zero.optimizer = ft_zero_sgd(rule->momentum, rule->nesterov);
+        if (rule->sign) {
+            memset(&s.zero.optimizer, 0, sizeof s.zero.optimizer);
+            s.zero.optimizer.name = "sign";
+            s.zero.optimizer.update = sign_update;
+            s.zero.optimizer.n_state = 1;
+            s.zero.optimizer.hyper[3] = 0.25;
+        }
+        toy_add(&s, 0, 10, 10, FT_ZERO_DECAY);
+        toy_add(&s, 0, 0, 10, 0);
+        toy_add(&s, 1, 7, 10, FT_ZERO_DECAY);
+        toy_result *r = toy_ok(&s);
+        sgd_reference(&s, r, rule);
+        free(r);
+    }
+}
+
+static void test_learning_rates(void **state)
+{
+    ft_lr lr;
+    (void)state;
+    memset(&lr, 0, sizeof lr);
+    lr.peak = 2;
+    lr.floor = 0.5;
+    lr.warmup = 4;
+    lr.decay = 5;
+    lr.total = 24;
+    for (int kind = FT_LR_CONSTANT; kind <= FT_LR_WSD; kind++) {
+        lr.schedule = (ft_schedule)kind;
+        assert_int_equal(ft_lr_check(&lr), FT_OK);
+        for (int64_t step = 0; step < 40; step++) {
+            double x = (double)((step < 24 ? step : 24) - 4) / 20, expected = 2;
+            if (kind == FT_LR_LINEAR) expected = 2 - 1.5 * x;
+            if (kind == FT_LR_COSINE) expected = 0.5 + 0.75 * (1 + cos(acos(-1.0) * x));
+            if (kind == FT_LR_WSD && step > 19) expected = step < 24 ? 2 - 0.3 * (double)(step - 19) : 0.5;
+            if (step < 4) expected = 0.5 * (double)(step + 1);
+            assert_true(fabs(ft_lr_at(&lr, step) - expected) < 1e-12);
+        }
+    }
+    ft_lr bad[7];
+    for (int i = 0; i < 7; i++) bad[i] = lr;
+    bad[0].schedule = (ft_schedule)9;
+    bad[1].peak = -1;
+    bad[2].floor = 3;
+    bad[3].peak = NAN;
+    bad[4].warmup = -1;
+    bad[5].warmup = 20;
+    bad[6].total = 3;
+    for (int i = 0; i < 7; i++) assert_int_equal(ft_lr_check(&bad[i]), FT_ERR_ARG);
+}
+
 /* ------------------------------------------------------------------------- streams that are threads */
 
 /* Streams as threads, and random delays before every collective and copy: the same bits. The host
@@ -2051,7 +2386,8 @@ static void test_async(void **state)
         th_options o = small();
         o.T = 4;
         o.steps = 3;
-        o.dp = i / 16 ? 3 : 2;
+        o.dp = i / 16 ? 3 : i % 8 < 4 ? 2 : 4;
+        o.zero.shard_ranks = o.dp == 4 ? 2 : 0;
         o.zero.stage = i % 4;
         o.micro_batches = i / 4 % 2 ? 2 : 1;
         o.model.tie_embeddings = i / 8 % 2;
@@ -2080,6 +2416,7 @@ int main(void)
         cmocka_unit_test(test_config_errors),
         cmocka_unit_test(test_disagreement),
         cmocka_unit_test(test_traffic),
+        cmocka_unit_test(test_traffic_of_options),
         cmocka_unit_test(test_initial_weights),
         cmocka_unit_test(test_one_micro_batch_fp32),
         cmocka_unit_test(test_one_micro_batch_bf16),
@@ -2109,6 +2446,12 @@ int main(void)
         cmocka_unit_test(test_recompute_and_gather),
         cmocka_unit_test(test_export_import),
         cmocka_unit_test(test_import_wins),
+        cmocka_unit_test(test_hybrid),
+        cmocka_unit_test(test_hybrid_idle),
+        cmocka_unit_test(test_small_addends),
+        cmocka_unit_test(test_fp32_accumulation),
+        cmocka_unit_test(test_other_optimizers),
+        cmocka_unit_test(test_learning_rates),
         cmocka_unit_test(test_async)
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

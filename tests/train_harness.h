@@ -67,6 +67,7 @@ typedef struct th_options {
     int report_every;        /* 1: losses and norms of each step; 0: of the last one alone, and no
                                 host synchronisation before it */
     int keep_weights;        /* 1: all masters, in canonical order, in result.weights */
+    int split;               /* 1: ft_backward_inputs, then ft_backward_weights */
     int no_hash;             /* 1: leave the hash (and its traffic and memory) out */
 } th_options;
 
@@ -81,7 +82,8 @@ typedef struct th_result {
     /* By rank. From the end of ft_llama_create to the last step, the hash left out. */
     ft_mem_stats created[TH_RANKS];   /* before the first step */
     ft_mem_stats mem[TH_RANKS];       /* after the last one; the peak is since launch */
-    int64_t gather_sent[TH_RANKS], reduce_sent[TH_RANKS], scalars_sent[TH_RANKS];
+    int64_t gather_sent[TH_RANKS], reduce_sent[TH_RANKS], replica_sent[TH_RANKS];
+    int64_t scalars_sent[TH_RANKS];
     ft_zero_formula formula[TH_RANKS]; /* for these micro_batches and this model's tie */
     ft_flops flops[TH_RANKS];
 } th_result;
@@ -178,7 +180,12 @@ static inline ft_status th_micro_batch(th_rank *r, const int32_t *tokens, const 
     FT_TRY(ft_llama_loss(r->model, r->tokens, r->labels, r->scale, r->job->options->sac, &r->loss));
     FT_TRY(ft_tape_end(r->tape));
     FT_TRY(th_call_hook(r, TH_FORWARD_DONE));
-    FT_TRY(ft_backward(r->tape, r->loss, NULL));
+    if (r->job->options->split) {
+        FT_TRY(ft_backward_inputs(r->tape, r->loss, NULL));
+        FT_TRY(ft_backward_weights(r->tape));
+    } else {
+        FT_TRY(ft_backward(r->tape, r->loss, NULL));
+    }
     FT_TRY(ft_zero_add_loss(r->zero, r->loss));
     FT_TRY(th_call_hook(r, TH_BACKWARD_DONE));
     ft_tensor_free(r->loss);
@@ -227,6 +234,7 @@ static inline void th_traffic(const th_rank *r, int sign)
             int64_t sent = sign * rows[i].sent_bytes[k];
             if (!strcmp(rows[i].group, "zero gather")) out->gather_sent[r->rank] += sent;
             if (!strcmp(rows[i].group, "zero reduce")) out->reduce_sent[r->rank] += sent;
+            if (!strcmp(rows[i].group, "zero replicas")) out->replica_sent[r->rank] += sent;
             if (!strcmp(rows[i].group, "zero scalars")) out->scalars_sent[r->rank] += sent;
         }
 }
