@@ -77,8 +77,14 @@ run: build/train_llama ## train a Llama on this project's source, 4 ranks, ZeRO-
 	build/train_llama --data $(RUN_DATA) $(RUN_FLAGS)
 
 .PHONY: bench
-bench: build/train_llama ## tokens/s and peak bytes of every stage and recompute policy
+bench: build/train_llama build/bench_gemm ## GEMM; tokens/s and peak bytes of every stage and recompute policy
+	@build/bench_gemm
 	@sh tools/bench.sh build/train_llama
+
+# The built-in GEMM beside OpenBLAS's.
+build/bench_gemm: tests/bench_gemm.c $(HEADERS) build/features
+	@. build/features; set -x; $(CC) -std=c11 -I. -O3 $(native) \
+	    $$(echo "$$FT_CFLAGS" | sed s/-DFT_CBLAS//) $< -o $@ $$FT_LIBS $(SYSTEM_LIBS)
 
 # ------------------------------------------------------------------------------------------- tests
 
@@ -96,30 +102,31 @@ build_test = rm -f $@; . build/features; set -x; \
 build/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features ## one test program
 	@$(call build_test,$$FT_CFLAGS,$$FT_LIBS)
 
-# The same without CBLAS and the rest: the built-in loops, and what sanitizers can see through.
+# The same without CBLAS: the built-in loops.
 build/plain/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
 	@mkdir -p $(@D)
-	@$(call build_test,,)
+	@$(call build_test,$$FT_PLAIN_CFLAGS,$$FT_PLAIN_LIBS)
 
-comma := ,
+# Sanitizers too see the built-in loops: OpenBLAS is not instrumented.
 SANITIZE := -fno-omit-frame-pointer -O1
+ASAN := $(SANITIZE) -fsanitize=address,undefined -fno-sanitize-recover=all
+TSAN := $(SANITIZE) -fsanitize=thread
 build/asan/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
 	@mkdir -p $(@D)
-	@$(call build_test,$(SANITIZE) -fsanitize=address$(comma)undefined -fno-sanitize-recover=all,)
+	@$(call build_test,$(ASAN) $$FT_PLAIN_CFLAGS,$$FT_PLAIN_LIBS)
 
 build/tsan/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
 	@mkdir -p $(@D)
-	@$(call build_test,$(SANITIZE) -fsanitize=thread,)
+	@$(call build_test,$(TSAN) $$FT_PLAIN_CFLAGS,$$FT_PLAIN_LIBS)
 
 build/asan/train_llama: examples/train_llama.c $(HEADERS) | compiler
 	@mkdir -p $(@D)
-	$(CC) $(C_FLAGS) -g $(SANITIZE) -fsanitize=address,undefined -fno-sanitize-recover=all \
-	    $< -o $@ $(SYSTEM_LIBS)
+	$(CC) $(C_FLAGS) -g $(ASAN) $< -o $@ $(SYSTEM_LIBS)
 
 
 PLAIN_TESTS := $(filter test_ops test_golden,$(TESTS))
 # Tests in which ranks talk to each other: the ones that run again with delays and under TSan.
-RANK_TESTS ?= $(filter-out test_io test_llama_names,$(TESTS))
+RANK_TESTS ?= $(filter-out test_io test_ops,$(TESTS))
 
 RUN_TESTS = sh tools/run_tests.sh -t $(TEST_TIMEOUT)
 

@@ -14,7 +14,7 @@
 
    WHAT IT DOES NOT DO
      No tokenizer, no downloads, no models split over several safetensors files, no big-endian host.
-     It reads no token shards yet (a file is a stream of bytes) and writes no training checkpoints.
+     It writes no token shards and no training checkpoints, and reads no compressed data.
      JSON is written by the emitter here; of JSON read, the safetensors header needs no library, a
      Hugging Face config.json needs cJSON.
 
@@ -26,6 +26,7 @@
        >>hf           config.json of Hugging Face      >>hf.impl
        >>data         files as one stream of tokens    >>data.impl
        >>sampler      which tokens a step sees         >>sampler.impl
+       >>eval         which ones an evaluation sees    >>eval.impl
        >>json         an emitter for nested JSON       >>json.impl
        >>log          metrics as JSON lines            >>log.impl
 
@@ -41,7 +42,11 @@
                them. A file that another process cuts short while it is mapped kills the process
                (SIGBUS).
      stream    Data files are one sequence of tokens, in the order given: token p of the stream is
-               in the file whose range holds p.
+               in the file whose range holds p. Files end nowhere in particular: samples run across.
+     shard     A file of tokens of 16 or 32 bits, little-endian: nothing else (raw, as nanoGPT
+               writes it), or after a header of 256 int32 (as llm.c does). All files of a stream are
+               of one width; raw ones and ones with a header mix.
+     position  of a token in its file: counted in tokens, from 0, without the header.
      window    A sample is T + 1 tokens: T inputs, and T labels that are the same tokens one later.
                Windows start every T tokens, so each token is a label once (the first never, and at
                the end up to T - 1 tokens are left over). Window w reads tokens w*T .. w*T + T.
@@ -49,13 +54,15 @@
                of all windows, then epoch 1's, and so on. A batch may span the end of an epoch;
                nothing is dropped or seen twice. The sequence depends on (seed, number of windows)
                alone, so a run continues identically on another number of ranks, and needs no state
-               but the step.
+               but the step. An evaluation takes windows 0, 1, 2, ... as they lie, each once.
 
        operation                      memory                        time
        ft_io_safetensors_open         header + 150 B a tensor       n log n in the tensors
        ft_io_safetensors_finish       header + 1 MiB                one pass over the data
        ft_io_data_open                100 B a file                  none for the data
-       ft_io_data_check_vocab         0                             one pass, none for vocab >= 256
+       ft_io_data_check_vocab         0                             one pass; none where vocab takes
+                                                                    all tokens of 8 or 16 bits
+       ft_io_data_set_vocab           0                             a comparison a token, when read
        ft_io_sampler_index            0                             at most 48 hashes in the mean
 
    OWNERSHIP, THREADS, ERRORS
@@ -65,8 +72,8 @@
      copied. Fallible functions return ft_status, and ft_last_error() names the file, what is wrong,
      and where.
 
-   LETTERS  B batch, T tokens of a sequence, G samples of the global batch, R ranks,
-            M micro-batches.
+   LETTERS  B batch of a rank, T tokens of a sequence, G samples of the global batch, N windows,
+            R ranks, M micro-batches.
 
    License: MIT, see LICENSE. */
 
@@ -212,28 +219,49 @@ FT_API ft_status ft_io_hf_config_parse(const char *json_text, const char *where,
 /* -------------------------------------------------------------------------------------- >>data */
 
 typedef enum ft_io_token { /* how a token is stored */
-    FT_IO_TOKEN_BYTE = 0   /* any file: each byte is a token, vocabulary 256 */
+    FT_IO_TOKEN_BYTE = 0,  /* any file: each byte is a token, vocabulary 256 */
+    FT_IO_TOKEN_U16,       /* shards of uint16 */
+    FT_IO_TOKEN_U32,       /* shards of uint32; tokens above 2^31 - 1 are refused when read */
+    FT_IO_TOKEN_COUNT
 } ft_io_token;
+
+FT_API const char *ft_io_token_name(ft_io_token token);
+/* "bytes", "uint16" or "uint32"; "?" for a value outside the enum. */
+FT_API ft_status ft_io_token_parse(const char *name, ft_io_token *token);
+/* The other way. FT_ERR_ARG, listing the names, for any other name. */
 
 typedef struct ft_io_data ft_io_data;
 
 FT_API ft_status ft_io_data_open(const char *const *paths, int n_paths, ft_io_token token,
                                  ft_io_data **out);
-/* The files in this order as one stream. FT_ERR_IO for a file that cannot be opened or is no
-   regular file, FT_ERR_DATA for an empty one; both name it. */
+/* The files in this order as one stream. A file whose first int32 is a magic number below has a
+   header of 256 int32 - magic, version, number of tokens, 253 not used - before its tokens (llm.c,
+   dev/data/data_common.py):
+     20240520  version 1  uint16
+     20240801  version 7  uint32
+   Raw tokens would have to begin with 55432, 308 or 55713, 308 to be taken for one.
+   FT_ERR_IO: a file cannot be opened, or is no regular file.
+   FT_ERR_DATA: a file is empty; a raw one is no whole number of tokens; a header is cut off, of an
+   unknown version, of another width than `token` (a shard with a header is not read as bytes
+   either), counts no tokens, or counts more or fewer than follow it.
+   All name the file, and the sizes in question. */
 FT_API void ft_io_data_close(ft_io_data *data);
 /* NULL is allowed. */
 FT_API int64_t ft_io_data_tokens(const ft_io_data *data);
 FT_API int64_t ft_io_data_vocab(const ft_io_data *data);
-/* One more than the largest token the format can hold. */
+/* One more than the largest token that can be read: 256, 65536, or 2^31 (tokens become int32). */
+FT_API ft_status ft_io_data_set_vocab(ft_io_data *data, int64_t vocab);
+/* Whatever reads tokens from here on - _read, samplers, evaluations - refuses those >= vocab, as
+   _check_vocab does. For data too large for a pass before training. Not while threads read. */
+FT_API ft_status ft_io_data_check_vocab(const ft_io_data *data, int64_t vocab);
+/* FT_ERR_DATA, naming the file, the position in it and the value, if any token is >= vocab. */
 FT_API ft_status ft_io_data_read(const ft_io_data *data, int64_t position, int64_t n,
                                  int32_t *tokens);
-/* tokens[n] = tokens position..position+n-1 of the stream, across files. */
+/* tokens[n] = tokens position..position+n-1 of the stream, across files. FT_ERR_DATA, as above, for
+   one outside the vocabulary. */
 FT_API const char *ft_io_data_locate(const ft_io_data *data, int64_t position, int64_t *in_file);
-/* The path of the file that holds the position and, unless NULL, the token's index in that file.
+/* The path of the file that holds the position and, unless NULL, the token's position in that file.
    NULL outside the stream. */
-FT_API ft_status ft_io_data_check_vocab(const ft_io_data *data, int64_t vocab);
-/* FT_ERR_DATA, naming the file, the position in it and the value, if a token is >= vocab. */
 
 /* ----------------------------------------------------------------------------------- >>sampler */
 
@@ -270,6 +298,29 @@ FT_API int64_t ft_io_permute(uint64_t seed, int64_t epoch, int64_t n, int64_t i)
    next power of four, keyed by seed and epoch (Luby and Rackoff 1988), walked along its cycle until
    the result is below n (Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Requires
    0 <= i < n; otherwise -1. */
+
+/* -------------------------------------------------------------------------------------- >>eval */
+
+typedef struct ft_io_eval { /* a plain value: nothing to free; `data` must outlive it */
+    const ft_io_data *data;
+    int64_t seq_len;           /* T */
+    int64_t batch;             /* B */
+    int ranks;                 /* R */
+    int64_t windows;           /* N, the windows that an evaluation sees: 0..N-1 */
+    int64_t batches;           /* N / (R B), rounded up: forward passes of every rank */
+} ft_io_eval;
+
+FT_API ft_status ft_io_eval_init(ft_io_eval *eval, const ft_io_data *data, int64_t seq_len,
+                                 int64_t batch, int ranks, int64_t max_windows);
+/* An evaluation of at most max_windows windows from the beginning of the data, 0: all. FT_ERR_DATA,
+   naming both sizes, if the stream is shorter than one (T + 1 tokens). */
+FT_API ft_status ft_io_eval_fill(const ft_io_eval *eval, int64_t index, int rank, int32_t *tokens,
+                                 int32_t *labels, int64_t *counted);
+/* tokens[B,T], labels[B,T] of one rank in evaluation batch `index` (0..batches-1): row b is window
+   (index * R + rank) * B + b. Past the last window, rows have tokens 0 and labels -100, which no
+   loss counts: all ranks make the same number of passes, as collectives need, and each window
+   counts once, for every R and B. *counted, unless NULL, = the number of labels other than -100. So
+   the loss is the sum of counted * (mean over counted labels) over batches and ranks, over N T. */
 
 /* -------------------------------------------------------------------------------------- >>json */
 
@@ -2221,9 +2272,93 @@ FT_API ft_status ft_io_hf_config_parse(const char *json_text, const char *where,
 
 /* --------------------------------------------------------------------------------- >>data.impl */
 
+typedef struct ft__io_token_row {
+    const char *name;
+    size_t bytes;
+    int64_t largest; /* what the format holds */
+} ft__io_token_row;
+
+/* In the order of the enum. */
+static const ft__io_token_row ft__io_tokens[FT_IO_TOKEN_COUNT] = {
+    {"bytes", 1, 255}, {"uint16", 2, 65535}, {"uint32", 4, 4294967295}};
+
+static int ft__io_token_valid(ft_io_token token)
+{
+    return (int)token >= 0 && (int)token < (int)FT_IO_TOKEN_COUNT;
+}
+
+FT_API const char *ft_io_token_name(ft_io_token token)
+{
+    return ft__io_token_valid(token) ? ft__io_tokens[token].name : "?";
+}
+
+FT_API ft_status ft_io_token_parse(const char *name, ft_io_token *token)
+{
+    if (name == NULL || token == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_token_parse: name and token must not be NULL");
+    for (int i = 0; i < (int)FT_IO_TOKEN_COUNT; i++) {
+        if (strcmp(name, ft__io_tokens[i].name) != 0) continue;
+        *token = (ft_io_token)i;
+        return FT_OK;
+    }
+    return ft_error(FT_ERR_ARG, "\"%s\" is no type of tokens; there are bytes, uint16 and uint32",
+                    ft__io_show(name).text);
+}
+
+typedef struct ft__io_shard_row {
+    uint32_t magic;
+    int32_t version;
+    ft_io_token token;
+} ft__io_shard_row;
+
+/* The headers of llm.c, HEADERS_INFO in dev/data/data_common.py. */
+static const ft__io_shard_row ft__io_shards[2] = {{20240520, 1, FT_IO_TOKEN_U16},
+                                                  {20240801, 7, FT_IO_TOKEN_U32}};
+
+enum { FT__IO_SHARD_HEADER = 1024 };
+
+/* Everything a header says against what was asked for and what is there. */
+static ft_status ft__io_shard_check(const char *path, const ft__io_map *map,
+                                    const ft__io_shard_row *shard, ft_io_token token)
+{
+    const char *name = ft_io_token_name(shard->token);
+    int32_t header[3];
+    if (token != shard->token)
+        return ft_error(FT_ERR_DATA,
+                        "%s: its header (magic %u) says %s tokens, but it is read as %s; give %s "
+                        "as the type of tokens",
+                        path, shard->magic, name, ft_io_token_name(token), name);
+    if (map->bytes < FT__IO_SHARD_HEADER)
+        return ft_error(FT_ERR_DATA,
+                        "%s: truncated: it has %zu bytes, its header (magic %u) alone takes %d",
+                        path, map->bytes, shard->magic, (int)FT__IO_SHARD_HEADER);
+    memcpy(header, map->base, sizeof header);
+    if (header[1] != shard->version)
+        return ft_error(FT_ERR_DATA, "%s: its header (magic %u) has version %d; %d is supported",
+                        path, shard->magic, header[1], shard->version);
+    if (header[2] < 1)
+        return ft_error(FT_ERR_DATA, "%s: its header counts %d tokens; it takes at least one", path,
+                        header[2]);
+    const int64_t there = (int64_t)map->bytes - FT__IO_SHARD_HEADER;
+    const int64_t wanted = header[2] * (int64_t)ft__io_tokens[token].bytes;
+    if (there < wanted)
+        return ft_error(FT_ERR_DATA,
+                        "%s: truncated: its header counts %d %s tokens, %lld bytes, but %lld "
+                        "follow",
+                        path, header[2], name, (long long)wanted, (long long)there);
+    if (there > wanted)
+        return ft_error(FT_ERR_DATA,
+                        "%s: %lld bytes too many: its header counts %d %s tokens, %lld bytes, but "
+                        "%lld follow",
+                        path, (long long)(there - wanted), header[2], name, (long long)wanted,
+                        (long long)there);
+    return FT_OK;
+}
+
 typedef struct ft__io_part { /* one file's stretch of the stream */
     ft__io_map map;
     char *path;
+    const void *data;        /* its tokens in the mapping, aligned: the header is 1024 bytes */
     int64_t first, tokens;   /* it holds tokens first..first+tokens-1 */
 } ft__io_part;
 
@@ -2231,20 +2366,37 @@ struct ft_io_data {
     ft__io_part *parts;
     int n_parts;
     ft_io_token token;
-    size_t token_bytes;      /* how many of a file's bytes make a token */
-    int64_t tokens, vocab;
+    int64_t tokens;
+    int64_t vocab;           /* of the format */
+    int64_t limit;           /* tokens >= limit are refused: 1..vocab */
 };
 
-static ft_status ft__io_part_open(const char *path, size_t token_bytes, int64_t first,
+static ft_status ft__io_part_open(const char *path, ft_io_token token, int64_t first,
                                   ft__io_part *part)
 {
+    const size_t width = ft__io_tokens[token].bytes;
+    size_t header = 0;
     if (path == NULL) return ft_error(FT_ERR_ARG, "ft_io_data_open: a path is NULL");
     part->path = ft__io_copy(path);
     if (part->path == NULL) return ft__io_oom(path, strlen(path) + 1);
     FT_TRY(ft__io_map_open(path, &part->map));
-    if (part->map.bytes == 0) return ft_error(FT_ERR_DATA, "%s: the data file is empty", path);
+    const size_t bytes = part->map.bytes;
+    if (bytes == 0) return ft_error(FT_ERR_DATA, "%s: the data file is empty", path);
+    for (int i = 0; i < 2; i++) {
+        uint32_t magic = 0;
+        if (bytes >= sizeof magic) memcpy(&magic, part->map.base, sizeof magic);
+        if (magic != ft__io_shards[i].magic) continue;
+        FT_TRY(ft__io_shard_check(path, &part->map, &ft__io_shards[i], token));
+        header = FT__IO_SHARD_HEADER;
+    }
+    if ((bytes - header) % width != 0)
+        return ft_error(FT_ERR_DATA,
+                        "%s: %zu bytes are no whole number of %s tokens of %zu bytes: truncated, "
+                        "or not a file of such tokens",
+                        path, bytes, ft_io_token_name(token), width);
+    part->data = (const char *)part->map.base + header;
     part->first = first;
-    part->tokens = (int64_t)(part->map.bytes / token_bytes);
+    part->tokens = (int64_t)((bytes - header) / width);
     if (part->tokens > INT64_MAX - first)
         return ft_error(FT_ERR_DATA, "%s: the stream would exceed 2^63 tokens", path);
     return FT_OK;
@@ -2256,7 +2408,7 @@ FT_API ft_status ft_io_data_open(const char *const *paths, int n_paths, ft_io_to
     if (paths == NULL || n_paths < 1 || out == NULL)
         return ft_error(FT_ERR_ARG, "ft_io_data_open: %d paths; at least one is needed", n_paths);
     *out = NULL;
-    if (token != FT_IO_TOKEN_BYTE)
+    if (!ft__io_token_valid(token))
         return ft_error(FT_ERR_UNSUPPORTED,
                         "ft_io_data_open: token format %d is none of ft_io_token", (int)token);
     const size_t bytes = (size_t)n_paths * sizeof(ft__io_part);
@@ -2271,13 +2423,14 @@ FT_API ft_status ft_io_data_open(const char *const *paths, int n_paths, ft_io_to
     memset(parts, 0, bytes);
     data->parts = parts;
     data->token = token;
-    data->token_bytes = 1;
-    data->vocab = 256;
+    data->vocab = ft__io_tokens[token].largest + 1;
+    if (data->vocab > (int64_t)INT32_MAX + 1) data->vocab = (int64_t)INT32_MAX + 1;
+    data->limit = data->vocab;
     ft_status status = FT_OK;
     while (status == FT_OK && data->n_parts < n_paths) {
         ft__io_part *part = &parts[data->n_parts];
-        status = ft__io_part_open(paths[data->n_parts++], data->token_bytes, data->tokens, part);
-        data->tokens += part->tokens;
+        status = ft__io_part_open(paths[data->n_parts++], token, data->tokens, part);
+        if (status == FT_OK) data->tokens += part->tokens;
     }
     if (status == FT_OK) *out = data;
     else ft_io_data_close(data);
@@ -2317,12 +2470,82 @@ static const ft__io_part *ft__io_part_at(const ft_io_data *data, int64_t positio
     return &data->parts[low];
 }
 
-static void ft__io_decode(ft_io_token token, const void *from, int64_t n, int32_t *tokens)
+/* The first of stored tokens from..to-1 that is >= limit; `to` if there is none. */
+static int64_t ft__io_first_outside(ft_io_token token, const void *data, int64_t from, int64_t to,
+                                    uint32_t limit)
 {
+    const uint8_t *bytes = (const uint8_t *)data;
+    const uint16_t *halves = (const uint16_t *)data;
+    const uint32_t *words = (const uint32_t *)data;
+    int64_t i = from;
     switch (token) {
-    case FT_IO_TOKEN_BYTE:
-        for (int64_t i = 0; i < n; i++) tokens[i] = ((const unsigned char *)from)[i];
+    case FT_IO_TOKEN_BYTE: while (i < to && bytes[i] < limit) i++; break;
+    case FT_IO_TOKEN_U16: while (i < to && halves[i] < limit) i++; break;
+    case FT_IO_TOKEN_U32: while (i < to && words[i] < limit) i++; break;
+    case FT_IO_TOKEN_COUNT: break;
+    }
+    return i;
+}
+
+/* limit is the vocabulary, or less where the format or int32 ends before it. */
+static ft_status ft__io_check_tokens(const ft_io_data *data, const ft__io_part *part, int64_t from,
+                                     int64_t to, int64_t limit)
+{
+    uint32_t value = 0;
+    if (limit > ft__io_tokens[data->token].largest) return FT_OK;
+    const int64_t at = ft__io_first_outside(data->token, part->data, from, to, (uint32_t)limit);
+    if (at == to) return FT_OK;
+    /* Little-endian: the low bytes come first. */
+    const size_t width = ft__io_tokens[data->token].bytes;
+    memcpy(&value, (const char *)part->data + (size_t)at * width, width);
+    if (data->token == FT_IO_TOKEN_U32)
+        return ft_error(FT_ERR_DATA,
+                        "%s: token %lld at position %lld is outside the vocabulary of %lld; check "
+                        "that the file holds uint32, not uint16",
+                        part->path, (long long)value, (long long)at, (long long)limit);
+    return ft_error(FT_ERR_DATA,
+                    "%s: token %lld at position %lld is outside the vocabulary of %lld; a "
+                    "vocabulary of %lld takes any token of this format",
+                    part->path, (long long)value, (long long)at, (long long)limit,
+                    (long long)data->vocab);
+}
+
+static ft_status ft__io_check_vocab_arg(const char *function, const ft_io_data *data, int64_t vocab)
+{
+    if (data != NULL && vocab > 0) return FT_OK;
+    return ft_error(FT_ERR_ARG, "%s: vocabulary %lld; it must be positive, and data not NULL",
+                    function, (long long)vocab);
+}
+
+FT_API ft_status ft_io_data_set_vocab(ft_io_data *data, int64_t vocab)
+{
+    FT_TRY(ft__io_check_vocab_arg("ft_io_data_set_vocab", data, vocab));
+    data->limit = vocab < data->vocab ? vocab : data->vocab;
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_data_check_vocab(const ft_io_data *data, int64_t vocab)
+{
+    FT_TRY(ft__io_check_vocab_arg("ft_io_data_check_vocab", data, vocab));
+    const int64_t limit = vocab < data->vocab ? vocab : data->vocab;
+    for (int i = 0; i < data->n_parts; i++)
+        FT_TRY(ft__io_check_tokens(data, &data->parts[i], 0, data->parts[i].tokens, limit));
+    return FT_OK;
+}
+
+/* Tokens below 2^31. */
+static void ft__io_decode(ft_io_token token, const void *data, int64_t from, int64_t n,
+                          int32_t *tokens)
+{
+    const uint8_t *bytes = (const uint8_t *)data + from;
+    const uint16_t *halves = (const uint16_t *)data + from;
+    switch (token) {
+    case FT_IO_TOKEN_BYTE: for (int64_t i = 0; i < n; i++) tokens[i] = bytes[i]; break;
+    case FT_IO_TOKEN_U16: for (int64_t i = 0; i < n; i++) tokens[i] = halves[i]; break;
+    case FT_IO_TOKEN_U32:
+        memcpy(tokens, (const uint32_t *)data + from, (size_t)n * sizeof *tokens);
         break;
+    case FT_IO_TOKEN_COUNT: break;
     }
 }
 
@@ -2340,8 +2563,8 @@ FT_API ft_status ft_io_data_read(const ft_io_data *data, int64_t position, int64
         const ft__io_part *part = ft__io_part_at(data, position);
         const int64_t from = position - part->first;
         const int64_t here = n < part->tokens - from ? n : part->tokens - from;
-        ft__io_decode(data->token, (const char *)part->map.base + (size_t)from * data->token_bytes,
-                      here, tokens);
+        FT_TRY(ft__io_check_tokens(data, part, from, from + here, data->limit));
+        ft__io_decode(data->token, part->data, from, here, tokens);
         position += here;
         tokens += here;
         n -= here;
@@ -2355,32 +2578,6 @@ FT_API const char *ft_io_data_locate(const ft_io_data *data, int64_t position, i
     const ft__io_part *part = ft__io_part_at(data, position);
     if (in_file != NULL) *in_file = position - part->first;
     return part->path;
-}
-
-FT_API ft_status ft_io_data_check_vocab(const ft_io_data *data, int64_t vocab)
-{
-    int32_t tokens[4096];
-    const int64_t chunk = (int64_t)(sizeof tokens / sizeof *tokens);
-    if (data == NULL || vocab < 1)
-        return ft_error(FT_ERR_ARG,
-                        "ft_io_data_check_vocab: vocabulary %lld; it must be positive, and data "
-                        "not NULL",
-                        (long long)vocab);
-    for (int64_t at = 0, n; vocab < data->vocab && at < data->tokens; at += n) {
-        n = data->tokens - at < chunk ? data->tokens - at : chunk;
-        FT_TRY(ft_io_data_read(data, at, n, tokens));
-        for (int64_t i = 0; i < n; i++) {
-            int64_t in_file = 0;
-            if (tokens[i] < vocab) continue;
-            const char *path = ft_io_data_locate(data, at + i, &in_file);
-            return ft_error(FT_ERR_DATA,
-                            "%s: token %lld at position %lld is outside the vocabulary of %lld; a "
-                            "vocabulary of %lld takes any token of this format",
-                            path, (long long)tokens[i], (long long)in_file, (long long)vocab,
-                            (long long)data->vocab);
-        }
-    }
-    return FT_OK;
 }
 
 /* ------------------------------------------------------------------------------ >>sampler.impl */
@@ -2422,6 +2619,28 @@ FT_API int64_t ft_io_permute(uint64_t seed, int64_t epoch, int64_t n, int64_t i)
     return (int64_t)x;
 }
 
+static ft_status ft__io_windows(const ft_io_data *data, int64_t seq_len, int64_t *windows)
+{
+    if (data->tokens - 1 < seq_len)
+        return ft_error(FT_ERR_DATA,
+                        "%s%s: %lld tokens of data are shorter than one sample: sequence length "
+                        "%lld + 1; give more data or shorter sequences",
+                        data->parts[0].path, data->n_parts > 1 ? " and the files after it" : "",
+                        (long long)data->tokens, (long long)seq_len);
+    *windows = (data->tokens - 1) / seq_len;
+    return FT_OK;
+}
+
+/* tokens[T], labels[T] of one window. */
+static ft_status ft__io_window_read(const ft_io_data *data, int64_t T, int64_t window,
+                                    int32_t *tokens, int32_t *labels)
+{
+    const int64_t first = window * T;
+    FT_TRY(ft_io_data_read(data, first, T, tokens));
+    memcpy(labels, tokens + 1, (size_t)(T - 1) * sizeof *tokens);
+    return ft_io_data_read(data, first + T, 1, labels + T - 1);
+}
+
 FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *data, int64_t seq_len,
                                     int64_t global_batch, uint64_t seed)
 {
@@ -2433,15 +2652,9 @@ FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *da
                         "ft_io_sampler_init: sequence length %lld and global batch %lld must be "
                         "positive",
                         (long long)seq_len, (long long)global_batch);
-    if (data->tokens - 1 < seq_len)
-        return ft_error(FT_ERR_DATA,
-                        "%s%s: %lld tokens of data are shorter than one sample: sequence length "
-                        "%lld + 1; give more data or shorter sequences",
-                        data->parts[0].path, data->n_parts > 1 ? " and the files after it" : "",
-                        (long long)data->tokens, (long long)seq_len);
+    FT_TRY(ft__io_windows(data, seq_len, &sampler->windows));
     sampler->data = data;
     sampler->seq_len = seq_len;
-    sampler->windows = (data->tokens - 1) / seq_len;
     sampler->global_batch = global_batch;
     sampler->seed = seed;
     return FT_OK;
@@ -2475,11 +2688,8 @@ FT_API ft_status ft_io_sampler_read(const ft_io_sampler *sampler, int64_t step, 
     for (int64_t b = 0; b < n; b++) {
         int64_t window = 0;
         FT_TRY(ft_io_sampler_index(sampler, step, position + b, &window, NULL));
-        const int64_t T = sampler->seq_len, first = window * T;
-        int32_t *row = tokens + b * T, *targets = labels + b * T;
-        FT_TRY(ft_io_data_read(sampler->data, first, T, row));
-        memcpy(targets, row + 1, (size_t)(T - 1) * sizeof *row);
-        FT_TRY(ft_io_data_read(sampler->data, first + T, 1, targets + T - 1));
+        const int64_t T = sampler->seq_len;
+        FT_TRY(ft__io_window_read(sampler->data, T, window, tokens + b * T, labels + b * T));
     }
     return FT_OK;
 }
@@ -2502,6 +2712,57 @@ FT_API ft_status ft_io_sampler_fill(const ft_io_sampler *sampler, int64_t step, 
     const int64_t B = sampler->global_batch / shares;
     return ft_io_sampler_read(sampler, step, ((int64_t)micro_batch * ranks + rank) * B, B, tokens,
                               labels);
+}
+
+/* --------------------------------------------------------------------------------- >>eval.impl */
+
+FT_API ft_status ft_io_eval_init(ft_io_eval *eval, const ft_io_data *data, int64_t seq_len,
+                                 int64_t batch, int ranks, int64_t max_windows)
+{
+    if (eval == NULL || data == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_eval_init: eval and data must not be NULL");
+    memset(eval, 0, sizeof *eval);
+    if (seq_len < 1 || batch < 1 || ranks < 1 || batch > INT64_MAX / ranks)
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_eval_init: sequence length %lld, batch %lld and %d ranks must be "
+                        "positive, and batch x ranks fit 63 bits",
+                        (long long)seq_len, (long long)batch, ranks);
+    if (max_windows < 0)
+        return ft_error(FT_ERR_ARG, "ft_io_eval_init: at most %lld windows; 0 means all",
+                        (long long)max_windows);
+    FT_TRY(ft__io_windows(data, seq_len, &eval->windows));
+    if (max_windows > 0 && max_windows < eval->windows) eval->windows = max_windows;
+    eval->data = data;
+    eval->seq_len = seq_len;
+    eval->batch = batch;
+    eval->ranks = ranks;
+    eval->batches = (eval->windows - 1) / (batch * ranks) + 1;
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_eval_fill(const ft_io_eval *eval, int64_t index, int rank, int32_t *tokens,
+                                 int32_t *labels, int64_t *counted)
+{
+    if (eval == NULL || eval->data == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_eval_fill: the evaluation is not initialised");
+    if (tokens == NULL || labels == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_eval_fill: tokens and labels must not be NULL");
+    if (index < 0 || index >= eval->batches || rank < 0 || rank >= eval->ranks)
+        return ft_error(FT_ERR_ARG, "ft_io_eval_fill: batch %lld of %lld, rank %d of %d",
+                        (long long)index, (long long)eval->batches, rank, eval->ranks);
+    const int64_t T = eval->seq_len, B = eval->batch;
+    const int64_t first = index * (B * eval->ranks) + rank * B;
+    int64_t rows = eval->windows - first; /* of windows; rows after them are filled up */
+    if (rows < 0) rows = 0;
+    if (rows > B) rows = B;
+    for (int64_t b = 0; b < rows; b++)
+        FT_TRY(ft__io_window_read(eval->data, T, first + b, tokens + b * T, labels + b * T));
+    for (int64_t i = rows * T; i < B * T; i++) {
+        tokens[i] = 0;
+        labels[i] = -100;
+    }
+    if (counted != NULL) *counted = rows * T;
+    return FT_OK;
 }
 
 /* ---------------------------------------------------------------------------------- >>log.impl */

@@ -74,6 +74,8 @@
             update everywhere, by the same number on every rank.
      [P1]   A split backward (ft_backward_inputs, _weights): the first half gathers and releases, the
             second only makes gradients, and reduces.
+     [P2]   A unit with copies in other stages (ft_zero_share) is summed over them at the end of the step.
+     [P3]   Gradients of which each tp rank has a part (FT_ZERO_PARTIAL) are summed over tp first.
      [H1]   Hybrid sharding: D = shard_ranks < dp ranks share one copy of the state; the dp / D copies are
             equal. Gathers and reduce-scatters stay inside a copy (a node),
      [H2]   and once a step, after a unit's last reduction, the shard is all-reduced across copies: 2
@@ -192,14 +194,22 @@ FT_API double ft_lr_at(const ft_lr *lr, int64_t step);
 
 FT_API ft_status ft_zero_create(ft_ctx *ctx, const ft_zero_config *config, const ft_mesh *mesh,
                                 ft_zero **out);
-/* Makes the dp groups "zero gather", "zero reduce" and "zero scalars" of the mesh. */
+/* Makes the groups "zero gather", "zero reduce" and "zero weights" (exports) over dp, "zero replicas"
+   across copies, "zero tp" over tp, and "zero scalars" over the world, as far as they have members. */
 
 typedef ft_status (*ft_zero_init_fn)(void *user, const char *name, int64_t first, int64_t n,
                                      float *values);
 /* Fills values[n] with elements first..first+n-1 of parameter `name`: a function of these alone, so
    that initial weights do not depend on the layout. */
 
-enum { FT_ZERO_DECAY = 1, FT_ZERO_FROZEN = 2 }; /* flags of a parameter */
+enum { /* flags of a parameter */
+    FT_ZERO_DECAY = 1,
+    FT_ZERO_FROZEN = 2,
+    FT_ZERO_REPLICATED = 4, /* the same on all tp ranks, with the same gradient: counted once in the
+                               norm (a norm weight) */
+    FT_ZERO_PARTIAL = 8     /* the same on all tp ranks, each of which has a part of the gradient: summed
+                               over tp before the reduction (a norm weight under sequence parallelism) */
+};
 
 FT_API ft_status ft_zero_unit(ft_zero *zero, const char *name, int *unit);
 /* Opens a new unit; parameters added from now on belong to it. Units are numbered 0, 1, ... in the
@@ -208,6 +218,10 @@ FT_API ft_status ft_zero_param(ft_zero *zero, const char *name, int ndim, const 
                                int flags, ft_tensor **param);
 /* Adds a parameter to the open unit. The tensor is a view into the unit: usable in ops while the
    unit is gathered. */
+FT_API ft_status ft_zero_share(ft_zero *zero, int unit, ft_group *group);
+/* The unit exists on every rank of `group` (the stages that hold a tied embedding): its gradients are
+   summed over the group once a step, in ft_zero_step_end, so that the copies stay equal; the group's
+   first rank counts it in the norm. Sent: 2 P_shard (R-1)/R, stage 0: 2 P_unit (R-1)/R. */
 FT_API ft_status ft_zero_commit(ft_zero *zero, ft_zero_init_fn init, void *user);
 /* Ends the description: checks that all dp ranks described the same, allocates parameters (or
    shards) and optimizer state, and initialises this rank's part from `init`. */
@@ -233,7 +247,11 @@ FT_API ft_status ft_zero_get_shard(ft_zero *zero, int unit, ft_tensor **shard);
 
 /* What a model calls: a region is the stretch of forward in which a unit's ops run. Backward of the
    same stretch gathers (if a backward or replay in it reads weights), releases and reduces. */
-enum { FT_ZERO_KEEP = 1 }; /* backward follows at once: do not release in between */
+enum {
+    FT_ZERO_KEEP = 1,       /* backward follows at once: do not release in between */
+    FT_ZERO_NO_PREFETCH = 2 /* what comes next is not the next unit: fetch nothing ahead (the end of a
+                               pipeline stage's chunk) */
+};
 FT_API ft_status ft_zero_enter(ft_zero *zero, int unit, int flags);
 FT_API ft_status ft_zero_leave(ft_zero *zero, int unit);
 
@@ -330,6 +348,7 @@ typedef struct ft__zero_unit {
     int backwards;        /* micro-batches whose backward of this unit is over */
     int reduced;          /* reductions queued in this step */
     int shared;           /* [H2] the replicas' sum is queued */
+    ft_group *share;      /* [P2] ranks of other stages with a copy of this unit; NULL: none */
     ft_event gather_done, reduce_done;
 } ft__zero_unit;
 
@@ -357,13 +376,18 @@ struct ft_zero {
     int shards_grads;           /* stage >= 2 and D > 1 */
     ft_group *gather, *reduce;  /* over D */
     ft_group *replicas;         /* the ranks with this shard; NULL without hybrid sharding */
-    ft_group *scalars;          /* over dp */
+    ft_group *weights;          /* over dp: exports */
+    ft_group *tp;               /* NULL without tensor parallelism */
+    ft_group *scalars;          /* over the world */
+    int tp_rank, counts_tokens; /* the rank whose tokens and loss stand for its tp and pp peers' */
     ft_op update_rows[2];       /* the optimizer's: [0] fp32 weights, [1] with a master */
     ft_stream *compute, *gather_stream, *reduce_stream;
     ft__zero_unit *units;
     int n_units, cap_units;
     ft__zero_param *params, **params_end;
     ft__zero_span *spans, **spans_end;
+    ft__zero_span *norm_spans, **norm_end; /* what this rank adds to the norm; `grad` alone is set */
+    int n_norm_spans;
     int committed, in_step, micro_batches;
     int open[8], n_open;        /* units entered and not left, innermost last */
     ft__region *open_region[8];
@@ -426,28 +450,28 @@ static ft_status ft__zero_sumsq_run(const ft_op_call *call)
     return FT_OK;
 }
 
-/* out[0] = {sum of in[0] in order, in[1][0]}: what this rank contributes to norm and loss. */
+/* out[0] = {sum of in[0] in order, in[1][0] if f[0] is set}: what this rank contributes to norm and loss. */
 static ft_status ft__zero_local_run(const ft_op_call *call)
 {
     float sum = 0, *out = (float *)call->out[0].data;
     for (int64_t i = 0; i < ft__zero_numel(&call->in[0]); i++)
         sum += ((const float *)call->in[0].data)[i];
     out[0] = sum;
-    out[1] = ((const float *)call->in[1].data)[0];
+    out[1] = call->attr.f[0] > 0 ? ((const float *)call->in[1].data)[0] : 0.0f;
     return FT_OK;
 }
 
-/* in[0] = {sum of squares, loss} of each dp rank, added in rank order; squares over the D ranks from
-   i[0] on, which are one copy of the model, losses over all. out[0] = control, out[1] = {updates,
-   skipped}. f[0] = largest norm (0: any). The clip coefficient is min(1, max_norm / (norm + 1e-6)); a
-   norm that is not finite clears `go`, on every rank alike, because all have the same numbers. */
+/* in[0] = {sum of squares, loss} of each rank, added in rank order. out[0] = control, out[1] =
+   {updates, skipped}. f[0] = largest norm (0: any). The clip coefficient is min(1, max_norm / (norm +
+   1e-6)); a norm that is not finite clears `go`, on every rank alike, because all have the same
+   numbers. */
 static ft_status ft__zero_control_run(const ft_op_call *call)
 {
     const float *all = (const float *)call->in[0].data;
     float *control = (float *)call->out[0].data, squares = 0, loss = 0;
     int32_t *count = (int32_t *)call->out[1].data;
     for (int64_t r = 0; r < ft__zero_numel(&call->in[0]) / 2; r++) {
-        if (r >= call->attr.i[0] && r < call->attr.i[0] + call->attr.i[1]) squares += all[2 * r];
+        squares += all[2 * r];
         loss += all[2 * r + 1];
     }
     float norm = sqrtf(squares);
@@ -662,6 +686,17 @@ static ft_status ft__zero_subgroup(ft_zero *z, const ft_mesh *mesh, const char *
     return status;
 }
 
+static ft_status ft__zero_world(ft_zero *z, ft_group **out)
+{
+    int n = ft_world(z->ctx);
+    int *ranks = (int *)ft_host_alloc(z->ctx, (size_t)n * sizeof *ranks);
+    if (!ranks) return FT_ERR_OOM;
+    for (int r = 0; r < n; r++) ranks[r] = r;
+    ft_status status = ft_group_create(z->ctx, "zero scalars", n, ranks, out);
+    ft_host_free(z->ctx, ranks);
+    return status;
+}
+
 /* [H1] Shards over `D` neighbours, replicas across: rank d of dp has shard d % D of copy d / D. */
 static ft_status ft__zero_groups(ft_zero *z, const ft_mesh *mesh)
 {
@@ -676,7 +711,12 @@ static ft_status ft__zero_groups(ft_zero *z, const ft_mesh *mesh)
     FT_TRY(ft__zero_subgroup(z, mesh, "zero gather", d - d % D, 1, D, &z->gather));
     FT_TRY(ft__zero_subgroup(z, mesh, "zero reduce", d - d % D, 1, D, &z->reduce));
     if (D < dp) FT_TRY(ft__zero_subgroup(z, mesh, "zero replicas", d % D, D, dp / D, &z->replicas));
-    return ft_mesh_group(z->ctx, mesh, FT_AXIS_DP, "zero scalars", &z->scalars);
+    FT_TRY(ft_mesh_group(z->ctx, mesh, FT_AXIS_DP, "zero weights", &z->weights));
+    if (mesh->size[FT_AXIS_TP] > 1)
+        FT_TRY(ft_mesh_group(z->ctx, mesh, FT_AXIS_TP, "zero tp", &z->tp));
+    z->tp_rank = mesh->coord[FT_AXIS_TP];
+    z->counts_tokens = z->tp_rank == 0 && mesh->coord[FT_AXIS_PP] == 0;
+    return ft__zero_world(z, &z->scalars);
 }
 
 static void ft__zero_update_rows(ft_zero *z)
@@ -709,6 +749,7 @@ FT_API ft_status ft_zero_create(ft_ctx *ctx, const ft_zero_config *config, const
     z->reduce_stream = ft_stream_get(ctx, FT_STREAM_REDUCE);
     z->params_end = &z->params;
     z->spans_end = &z->spans;
+    z->norm_end = &z->norm_spans;
     z->unfreed = -1;
     z->accumulate_dtype = ft__zero_resolve(config->accumulate_dtype, config->dtype);
     z->reduce_dtype = ft__zero_resolve(config->reduce_dtype, config->dtype);
@@ -736,6 +777,15 @@ FT_API ft_status ft_zero_unit(ft_zero *zero, const char *name, int *unit)
     memset(u, 0, sizeof *u);
     strncpy(u->name, name, sizeof u->name - 1);
     *unit = zero->n_units++;
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_share(ft_zero *zero, int unit, ft_group *group)
+{
+    if (zero->committed || unit < 0 || unit >= zero->n_units || !group)
+        return ft_error(FT_ERR_STATE, "ft_zero_share: unit %d of %d, before ft_zero_commit, with a group",
+                        unit, zero->n_units);
+    if (ft_group_size(group) > 1) zero->units[unit].share = group;
     return FT_OK;
 }
 
@@ -875,15 +925,54 @@ static ft_status ft__zero_make_spans(ft_zero *z)
     return FT_OK;
 }
 
+/* Whether this rank counts a parameter in the norm: of equal copies one does. */
+static int ft__zero_counted(const ft_zero *z, const ft__zero_param *p)
+{
+    const ft__zero_unit *u = &z->units[p->unit];
+    if (p->flags & FT_ZERO_FROZEN || z->dp_rank >= z->D) return 0;
+    if (u->share && ft_group_rank(u->share) != 0) return 0;
+    return z->tp_rank == 0 || !(p->flags & (FT_ZERO_REPLICATED | FT_ZERO_PARTIAL));
+}
+
+/* [N1] Runs of counted parameters, cut to this rank's shard: one sum of squares each. */
+static ft_status ft__zero_norm_spans(ft_zero *z)
+{
+    const ft__zero_param *p = z->params;
+    while (p) {
+        int unit = p->unit;
+        ft__zero_flat *f = &z->units[unit].flat[0];
+        int64_t a = p->offset, b = a, first = z->rank * f->shard;
+        if (!ft__zero_counted(z, p)) {
+            p = p->next;
+            continue;
+        }
+        for (; p && p->unit == unit && ((p->flags & FT_ZERO_FROZEN) || ft__zero_counted(z, p));
+             p = p->next)
+            if (!(p->flags & FT_ZERO_FROZEN)) b = p->offset + ft_numel(p->weight);
+        if (a < first) a = first;
+        if (b > first + f->shard) b = first + f->shard;
+        if (a >= b) continue; /* nothing of it, or only padding, is here */
+        ft__zero_span *s = (ft__zero_span *)ft_host_alloc(z->ctx, sizeof *s);
+        if (!s) return FT_ERR_OOM;
+        int64_t n = b - a;
+        FT_TRY(ft_tensor_view(f->grad_mine, &s->grad, a - first, 1, &n));
+        *z->norm_end = s;
+        z->norm_end = &s->next;
+        z->n_norm_spans++;
+    }
+    return FT_OK;
+}
+
 static ft_status ft__zero_scalars(ft_zero *z)
 {
+    int world = ft_world(z->ctx);
     ft_status status = FT_OK;
     z->counts = ft__shape1(z, FT_I32, 1, FT_TAG_OTHER, &status);
-    z->all_counts = ft__shape1(z, FT_I32, z->dp, FT_TAG_OTHER, &status);
+    z->all_counts = ft__shape1(z, FT_I32, world, FT_TAG_OTHER, &status);
     z->scale = ft__shape1(z, FT_F32, 1, FT_TAG_OTHER, &status);
-    z->partial = ft__shape1(z, FT_F32, z->n_units, FT_TAG_OTHER, &status);
+    z->partial = ft__shape1(z, FT_F32, z->n_norm_spans ? z->n_norm_spans : 1, FT_TAG_OTHER, &status);
     z->local = ft__shape1(z, FT_F32, 2, FT_TAG_OTHER, &status);
-    z->all = ft__shape1(z, FT_F32, 2 * z->dp, FT_TAG_OTHER, &status);
+    z->all = ft__shape1(z, FT_F32, 2 * world, FT_TAG_OTHER, &status);
     z->loss = ft__shape1(z, FT_F32, 1, FT_TAG_OTHER, &status);
     z->control = ft__shape1(z, FT_F32, FT__CONTROL, FT_TAG_OTHER, &status);
     z->updates = ft__shape1(z, FT_I32, 2, FT_TAG_OTHER, &status);
@@ -939,7 +1028,7 @@ FT_API ft_status ft_zero_commit(ft_zero *zero, ft_zero_init_fn init, void *user)
     if (zero->committed || !zero->params)
         return ft_error(FT_ERR_STATE, "ft_zero_commit: %s", zero->committed ? "done already" :
                         "no parameters were added");
-    FT_TRY(ft_agree(zero->scalars, "the description of units and ZeRO options",
+    FT_TRY(ft_agree(zero->weights, "the description of units and ZeRO options",
                     ft__zero_description(zero)));
     for (int u = 0; u < zero->n_units; u++)
         for (int k = 0; k < 2; k++) {
@@ -950,6 +1039,7 @@ FT_API ft_status ft_zero_commit(ft_zero *zero, ft_zero_init_fn init, void *user)
         }
     for (ft__zero_param *p = zero->params; p; p = p->next) FT_TRY(ft__zero_bind(zero, p));
     FT_TRY(ft__zero_make_spans(zero));
+    FT_TRY(ft__zero_norm_spans(zero));
     FT_TRY(ft__zero_scalars(zero));
     zero->committed = 1;
     for (int u = 0; u < zero->n_units; u++) zero->units[u].resident = !zero->shards_weights;
@@ -1065,10 +1155,12 @@ static ft_status ft__zero_initialise(ft_zero *zero, ft__zero_param *p, ft_zero_i
                                      &in_buffer);
         end = at + common;
     }
-    float *values = (float *)ft_host_alloc(zero->ctx, FT__CHUNK_ELEMS * sizeof *values);
+    int64_t most = end - at < FT__CHUNK_ELEMS ? end - at : FT__CHUNK_ELEMS;
+    if (most < 1) return FT_OK; /* all of it lies in other shards */
+    float *values = (float *)ft_host_alloc(zero->ctx, (size_t)most * sizeof *values);
     if (!values) return FT_ERR_OOM;
-    for (; at < end; at += FT__CHUNK_ELEMS) {
-        int64_t piece = end - at < FT__CHUNK_ELEMS ? end - at : FT__CHUNK_ELEMS;
+    for (; at < end; at += most) {
+        int64_t piece = end - at < most ? end - at : most;
         if (ft_ctx_device(zero->ctx) != FT_META)
             FT_TRY(init(user, p->weight->name, at, piece, values));
         FT_TRY(ft_zero_import(zero, p->weight, at, piece, values));
@@ -1093,7 +1185,7 @@ static ft_status ft__zero_collect(ft_zero *z, ft_tensor *whole, ft_tensor *mine,
         if (common < 1) continue;
         FT_TRY(ft_tensor_view(part, &piece, in_part, 1, &common));
         if (r == z->dp_rank) FT_TRY(ft__copy_part(z, mine, in_shard, common, piece, 0));
-        FT_TRY(ft_broadcast(z->scalars, z->compute, piece, r));
+        FT_TRY(ft_broadcast(z->weights, z->compute, piece, r));
         ft_tensor_free(piece);
     }
     if (values) FT_TRY(ft_download(part, values));
@@ -1328,6 +1420,26 @@ static ft_status ft__reduce_replicas(ft_zero *z, ft__zero_unit *u)
     return FT_OK;
 }
 
+/* [P3] Each tp rank saw a part of the tokens: the parts are added before dp adds its own. */
+static ft_status ft__reduce_partial(ft_zero *z, int unit)
+{
+    for (ft__zero_param *p = z->params; p && z->tp; p = p->next)
+        if (p->unit == unit && p->grad && (p->flags & FT_ZERO_PARTIAL))
+            FT_TRY(ft_all_reduce(z->tp, z->reduce_stream, p->grad));
+    return FT_OK;
+}
+
+/* [P2] Copies of a unit in other stages add up, when all backwards are over: earlier, a stage would
+   wait for one that still waits for its gradients. */
+static ft_status ft__reduce_shared(ft_zero *z, ft__zero_unit *u)
+{
+    ft__zero_flat *f = &u->flat[0];
+    if (!u->share) return FT_OK;
+    FT_TRY(ft_all_reduce(u->share, z->reduce_stream, z->config.stage == 0 ? f->grad : f->grad_mine));
+    u->reduce_done = ft_event_record(z->reduce_stream);
+    return FT_OK;
+}
+
 FT_API ft_status ft_zero_reduce(ft_zero *zero, int unit)
 {
     FT_TRY(ft__unit_check(zero, unit, "ft_zero_reduce"));
@@ -1335,6 +1447,7 @@ FT_API ft_status ft_zero_reduce(ft_zero *zero, int unit)
     FT_TRY(ft_zero_get_full(zero, unit));
     FT_TRY(ft__unit_settle_fresh(zero, unit));
     FT_TRY(ft_stream_wait(zero->reduce_stream, ft_event_record(zero->compute))); /* [E3] */
+    FT_TRY(ft__reduce_partial(zero, unit));
     if (zero->shards_grads) FT_TRY(ft__reduce_into_shard(zero, &u->flat[0]));
     else FT_TRY(ft__reduce_whole(zero, &u->flat[0]));
     u->reduce_done = ft_event_record(zero->reduce_stream);
@@ -1404,7 +1517,7 @@ FT_API ft_status ft_zero_enter(ft_zero *zero, int unit, int flags)
                         "ft_zero_step_begin first, or end the tape to evaluate",
                         zero->units[unit].name);
     FT_TRY(ft_zero_gather(zero, unit));
-    if (!(flags & FT_ZERO_KEEP)) FT_TRY(ft__prefetch_forward(zero, unit));
+    if (!(flags & (FT_ZERO_KEEP | FT_ZERO_NO_PREFETCH))) FT_TRY(ft__prefetch_forward(zero, unit));
     zero->open[zero->n_open] = unit;
     zero->open_region[zero->n_open] = NULL;
     if (ft_tape_current(zero->ctx)) {
@@ -1501,7 +1614,7 @@ FT_API ft_status ft_zero_step_begin(ft_zero *zero, int micro_batches, int64_t co
     zero->micro_batches = micro_batches;
     for (int u = 0; u < zero->n_units; u++)
         zero->units[u].backwards = zero->units[u].reduced = zero->units[u].shared = 0;
-    int32_t count = (int32_t)counted_tokens;
+    int32_t count = zero->counts_tokens ? (int32_t)counted_tokens : 0;
     FT_TRY(ft_upload(zero->counts, &count));
     FT_TRY(ft_all_gather(zero->scalars, zero->compute, zero->counts, zero->all_counts));
     FT_TRY(ft_fill(zero->loss, 0, zero->compute));
@@ -1526,6 +1639,7 @@ static ft_status ft__step_settle(ft_zero *z)
         if (!z->units[u].reduced) FT_TRY(ft_zero_reduce(z, u));
         FT_TRY(ft__reduce_replicas(z, &z->units[u])); /* idle in the last micro-batch */
     }
+    for (int u = 0; u < z->n_units; u++) FT_TRY(ft__reduce_shared(z, &z->units[u]));
     if (z->unfreed >= 0) FT_TRY(ft__unit_free_grad(z, z->unfreed));
     z->unfreed = -1;
     for (int u = 0; u < z->n_units; u++) {
@@ -1539,29 +1653,22 @@ static ft_status ft__step_settle(ft_zero *z)
     return FT_OK;
 }
 
-/* [N1] The global norm. Each rank sums over (unit, own shard) in the order of units, padding left
-   out; the ranks' sums are added in rank order. The same numbers in every stage. */
+/* [N1] The global norm. Each rank sums over its spans, padding left out and of equal copies one
+   counted; the ranks' sums are added in rank order. The same numbers in every stage. */
 static ft_status ft__step_norm(ft_zero *z)
 {
     ft_tensor *in[2], *out[2];
     ft_attr attr;
     memset(&attr, 0, sizeof attr);
-    for (int u = 0; u < z->n_units; u++) {
-        ft__zero_flat *f = &z->units[u].flat[0];
-        int64_t valid = f->elems - z->rank * f->shard;
-        if (valid > f->shard) valid = f->shard;
-        if (!f->elems || valid < 1) continue; /* nothing but padding here: partial stays 0 */
-        attr.i[0] = u;
-        attr.i[1] = valid;
-        FT_TRY(ft_op_run(z->compute, &ft__zero_rows[FT__ROW_SUMSQ], &f->grad_mine, &z->partial,
-                         &attr));
+    for (ft__zero_span *s = z->norm_spans; s; s = s->next, attr.i[0]++) {
+        attr.i[1] = ft_numel(s->grad);
+        FT_TRY(ft_op_run(z->compute, &ft__zero_rows[FT__ROW_SUMSQ], &s->grad, &z->partial, &attr));
     }
     in[0] = z->partial;
     in[1] = z->loss;
-    FT_TRY(ft_op_run(z->compute, &ft__zero_rows[FT__ROW_LOCAL], in, &z->local, NULL));
+    attr.f[0] = z->tp_rank == 0; /* tp peers have the same loss */
+    FT_TRY(ft_op_run(z->compute, &ft__zero_rows[FT__ROW_LOCAL], in, &z->local, &attr));
     FT_TRY(ft_all_gather(z->scalars, z->compute, z->local, z->all));
-    attr.i[0] = z->dp_rank - z->rank;
-    attr.i[1] = z->D;
     attr.f[0] = z->config.grad_clip;
     out[0] = z->control;
     out[1] = z->updates;

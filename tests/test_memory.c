@@ -2,11 +2,11 @@
 
    cc -std=c11 -I. tests/test_memory.c -lcmocka -lm -lpthread
 
-   A small Llama trains on cpu and on meta under many layouts. Both must make the same allocations in
-   the same order; parameters, optimizer state, gradients, gathered weights and communication buffers
-   must take what the manual's layout says (computed here from the model's sizes); so must activations
-   between forward and backward. The timeline shows what never exists: T x T scores, whole logits, a
-   second copy of gradients, more gathered units than run or come next. */
+   A small Llama trains on cpu and on meta under many layouts. Both must make the same allocations
+   in the same order; parameters, optimizer state, gradients, gathered weights and communication
+   buffers must take what the manual's layout says (computed here from the model's sizes); so must
+   activations between forward and backward. The timeline shows what never exists: T x T scores,
+   whole logits, a second copy of gradients, more gathered units than run or come next. */
 
 #define FEMTOTRON_IMPLEMENTATION
 #include "femtotron.h"
@@ -30,7 +30,7 @@
 
 static size_t up256(int64_t bytes) { return (size_t)(bytes + 255) / 256 * 256; }
 
-/* ------------------------------------------------------------------------------- one training run */
+/* ---------------------------------------------------------------------------- one training run */
 
 typedef struct run { /* the options of a run, and what its ranks noted */
     th_options o;
@@ -162,7 +162,7 @@ static void all_layers(run *r, ft_sac_kind kind, uint64_t mask)
     }
 }
 
-/* ------------------------------------------------------------------------- formulas, from the sizes */
+/* ---------------------------------------------------------------- formulas, from the sizes */
 
 #define MAX_UNITS 12
 
@@ -223,8 +223,8 @@ static size_t most_gradients(const layout *l, const th_options *o, int64_t e)
     return most;
 }
 
-/* Gathered units of stage 3: a window of 1 + prefetch in forward; a tied head has the embedding and the
-   last unit, and backward's first units are on their way. */
+/* Gathered units of stage 3: a window of 1 + prefetch in forward; a tied head has the embedding and
+   the last unit, and backward's first units are on their way. */
 static size_t most_gathered(const layout *l, const th_options *o, int64_t e)
 {
     size_t most = 0, head = up256(l->padded[0] * e);
@@ -384,7 +384,8 @@ static void policy(run *r, int which, uint64_t salt)
 {
     all_layers(r, which < 3 ? (ft_sac_kind)which : FT_SAC_MASK, 0);
     for (int i = 0; which >= 3 && i < 8; i++)
-        r->sac[i].mask = th_mix(salt * 8 + (uint64_t)i) & (which == 3 ? 0xfff : th_mix(salt) | 0x249);
+        r->sac[i].mask = th_mix(salt * 8 + (uint64_t)i) &
+                         (which == 3 ? 0xfff : th_mix(salt) | 0x249);
 }
 
 /* Every stage, number of ranks, dtype, number of micro-batches and policy with each other; the rest
@@ -404,6 +405,7 @@ static void plan_is_run(void **state)
                         r.o.zero.stage = stage;
                         r.o.zero.dtype = half ? FT_BF16 : FT_F32;
                         r.o.micro_batches = m;
+                        r.o.samples = worlds[w] * m * (1 + (int)(turn % 3));
                         r.o.model.tie_embeddings = (int)(any & 1);
                         r.o.zero.prefetch = (int)((any >> 1) % 3);
                         r.o.zero.reduce_overlap = any >> 8 & 1 ? FT_OFF : FT_DEFAULT;
@@ -429,6 +431,7 @@ static void plan_is_run_for_the_tiny_model(void **state)
             r.o.zero.stage = stage;
             r.o.zero.dtype = turn & 1 ? FT_BF16 : FT_F32;
             r.o.micro_batches = turn & 2 ? 3 : 1;
+            if (r.o.dp == 3) r.o.samples = 27;
             r.o.model.tie_embeddings = turn % 3 == 0;
             policy(&r, (w + 2 * stage) % 4, (uint64_t)turn);
             check_run(&r);
@@ -501,9 +504,9 @@ static void one_rank_planned_alone(void **state)
     }
 }
 
-/* -------------------------------------------------------------------- what the timeline never shows */
+/* ----------------------------------------------------------- what the timeline never shows */
 
-typedef struct seen { int64_t max_request, logits, scores_from; int n_logits; } seen;
+typedef struct seen { int64_t max_request, max_act, logits; int n_logits; } seen;
 
 static seen look; /* of rank 0 */
 
@@ -516,6 +519,8 @@ static ft_status find_large(th_rank *r, run *u)
         if (e[i].delta_bytes < 0) continue;
         if ((int64_t)e[i].request_bytes > look.max_request)
             look.max_request = (int64_t)e[i].request_bytes;
+        if (e[i].tag == FT_TAG_ACT && (int64_t)e[i].request_bytes > look.max_act)
+            look.max_act = (int64_t)e[i].request_bytes;
         if ((int64_t)e[i].request_bytes == look.logits && e[i].tag == FT_TAG_ACT &&
             !strcmp(e[i].op, "linear_cross_entropy"))
             look.n_logits++;
@@ -547,7 +552,7 @@ static void no_scores(void **state)
         }
 }
 
-/* V is so large that B T V logits would be the largest buffer; a chunk's logits exist, once a step. */
+/* V is so large that B T V logits would be the largest buffer; a chunk's exist, once a step. */
 static void no_whole_logits(void **state)
 {
     (void)state;
@@ -571,12 +576,12 @@ static void no_whole_logits(void **state)
             check_run(&r);
             assert_int_equal(look.n_logits, 2); /* on cpu and on meta */
             assert_true(look.max_request < 2 * 64 * 1000 * 2);
-            assert_true(look.max_request <= 16 * 1000 * e || look.max_request == 1000 * 8 * 4);
+            assert_int_equal(look.max_act, 16 * 1000 * e);
         }
 }
 
-/* At any time at most `most` buffers of a layer's whole gradient are live, and what has that size is
-   weights, gradients, or gathered weights: no copy under another name. */
+/* At any time at most `most` buffers of a layer's whole gradient are live, and what has that size
+   is weights, gradients, optimizer state or gathered weights: no copy under another name. */
 static ft_status count_gradients(th_rank *r, run *u)
 {
     const ft_mem_event *e;
@@ -614,8 +619,8 @@ static void no_second_copy_of_gradients(void **state)
         }
 }
 
-/* While an op of layer i runs, gathered are: its unit and the `prefetch` next ones, which are those above
-   in forward, those below in backward, the embedding (whose backward reads nothing) excepted. */
+/* While an op of layer i runs, gathered are its unit and the `prefetch` next ones: those above in
+   forward, those below in backward, the embedding (whose backward reads nothing) excepted. */
 static ft_status watch_gathers(th_rank *r, run *u)
 {
     const ft_mem_event *e;
@@ -626,13 +631,14 @@ static ft_status watch_gathers(th_rank *r, run *u)
         int64_t want = 0;
         int unit = e[i].segment + 1;
         if (e[i].tag == FT_TAG_GATHER) live += e[i].delta_bytes;
-        if (e[i].segment < 0 || e[i].tag == FT_TAG_GATHER) continue;
-        CHECK(e[i].op[0] != 0);
+        if (e[i].segment < 0 || e[i].tag == FT_TAG_GATHER || !e[i].phase[0]) continue;
         if (!strcmp(e[i].phase, "forward")) {
-            for (int k = unit; k <= unit + p && k < l.n; k++) want += (int64_t)up256(l.padded[k] * bytes);
+            for (int k = unit; k <= unit + p && k < l.n; k++)
+                want += (int64_t)up256(l.padded[k] * bytes);
             seen_forward++;
         } else {
-            for (int k = unit; k >= unit - p && k > 0; k--) want += (int64_t)up256(l.padded[k] * bytes);
+            for (int k = unit; k >= unit - p && k > 0; k--)
+                want += (int64_t)up256(l.padded[k] * bytes);
             seen_backward++;
         }
         if (live != want)
@@ -661,9 +667,9 @@ static void gathered_are_the_running_unit_and_the_next(void **state)
         }
 }
 
-/* The peak that full recomputation plans is smaller than selective's, and that is smaller than none's;
-   higher stages never need more than lower ones here. */
-static void more_recomputation_and_higher_stages_need_less(void **state)
+/* Each policy needs less than the one before, and stages 1 and 3 less than 0 and 2. (Stage 2
+   differs from 1 where gradients, not activations, make the peak.) */
+static void more_recomputation_and_sharding_need_less(void **state)
 {
     size_t peak[4][3];
     (void)state;
@@ -679,7 +685,7 @@ static void more_recomputation_and_higher_stages_need_less(void **state)
             peak[stage][p] = result->mem[0].peak_bytes;
             th_free(result);
             if (p) assert_true(peak[stage][p] < peak[stage][p - 1]);
-            if (stage) assert_true(peak[stage][p] < peak[stage - 1][p]);
+            if (stage & 1) assert_true(peak[stage][p] < peak[stage - 1][p]);
         }
 }
 
@@ -695,7 +701,7 @@ int main(void)
         cmocka_unit_test(no_whole_logits),
         cmocka_unit_test(no_second_copy_of_gradients),
         cmocka_unit_test(gathered_are_the_running_unit_and_the_next),
-        cmocka_unit_test(more_recomputation_and_higher_stages_need_less),
+        cmocka_unit_test(more_recomputation_and_sharding_need_less),
     };
     return cmocka_run_group_tests_name("memory", tests, NULL, NULL);
 }

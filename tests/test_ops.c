@@ -482,7 +482,8 @@ static const op_case CASES[] = {
     { "add_rmsnorm, y only", 3, 1, { S2(5, 33), S2(5, 33), S1(33) }, 0, NO_P, do_add_rmsnorm_y,
       ref_add_rmsnorm_y },
     { "linear", 2, 1, { S3(2, 13, 7), S2(11, 7) }, 0, NO_P, do_linear, ref_linear },
-    { "linear with bias", 3, 1, { S3(2, 13, 7), S2(11, 7), S1(11) }, 0, NO_P, do_linear, ref_linear },
+    { "linear with bias", 3, 1, { S3(2, 13, 7), S2(11, 7), S1(11) }, 0, NO_P, do_linear,
+      ref_linear },
     { "linear, larger", 3, 1, { S2(37, 65), S2(51, 65), S1(51) }, 0, NO_P, do_linear, ref_linear },
     { "linear, one of each", 3, 1, { S2(1, 1), S2(1, 1), S1(1) }, 0, NO_P, do_linear, ref_linear },
     { "rope", 1, 1, { S3(2, 13, 100) }, 1, { 6, 2, 10, 0 }, do_rope, ref_rope },
@@ -503,16 +504,16 @@ static const op_case CASES[] = {
       ref_attention },
     { "swiglu", 1, 1, { S3(2, 13, 14) }, 0, NO_P, do_swiglu, ref_swiglu },
     { "swiglu, wide", 1, 1, { S2(2, 602) }, 0, NO_P, do_swiglu, ref_swiglu },
-    { "linear_cross_entropy", 3, 1, { S3(2, 13, 7), S2(97, 7), LABELS(2, 13, 97) }, 0, NO_P, do_loss,
-      ref_loss },
+    { "linear_cross_entropy", 3, 1, { S3(2, 13, 7), S2(97, 7), LABELS(2, 13, 97) }, 0, NO_P,
+      do_loss, ref_loss },
     { "linear_cross_entropy, chunks", 3, 1, { S3(2, 13, 7), S2(97, 7), LABELS(2, 13, 97) }, 0,
       { 5, 0, 0, 0 }, do_loss, ref_loss },
     { "linear_cross_entropy, scaled", 3, 1, { S3(2, 13, 7), S2(97, 7), LABELS(2, 13, 97) }, 0,
       { 8, 1, 0, 0 }, do_loss, ref_loss },
     { "linear_cross_entropy, chunks of 1", 3, 1, { S3(1, 6, 7), S2(19, 7), LABELS(1, 6, 19) }, 0,
       { 1, 0, 0, 0 }, do_loss, ref_loss },
-    { "linear_cross_entropy, one token", 3, 1, { S3(1, 1, 7), S2(97, 7), TOKENS(1, 1, 97) }, 0, NO_P,
-      do_loss, ref_loss },
+    { "linear_cross_entropy, one token", 3, 1, { S3(1, 1, 7), S2(97, 7), TOKENS(1, 1, 97) }, 0,
+      NO_P, do_loss, ref_loss },
     { "add", 2, 1, { S3(2, 13, 7), S3(2, 13, 7) }, 0, NO_P, do_add, ref_add },
     { "add, trailing", 2, 1, { S3(2, 13, 7), S1(7) }, 0, NO_P, do_add, ref_add },
     { "add, trailing, wide", 2, 1, { S3(3, 2, 301), S2(2, 301) }, 0, NO_P, do_add, ref_add },
@@ -626,14 +627,27 @@ static ft_status join(ft_ctx *ctx, const run_data *r, ft_tensor **out, ft_tensor
     return status;
 }
 
+/* Zeros whose gradient is the same storage as that of a sum they are added to, and as old as the
+   tape: the other summand's op must not write over it. */
+static ft_status make_sharer(ft_ctx *ctx, const run_data *r, ft_tensor **out)
+{
+    ft_tensor *zeros;
+    FT_TRY(ft_tensor_create(ctx, &zeros, r->dtype, r->c->in[0].ndim, r->c->in[0].shape,
+                            FT_TAG_PARAM));
+    FT_TRY(ft_fill(zeros, 0.0, ft_stream_get(ctx, FT_STREAM_COMPUTE)));
+    zeros->requires_grad = 1;
+    return ft_scale(ctx, out, zeros, 1.0);
+}
+
 /* One tape over leaf[]. With `through`, inputs pass through an op first and their handles are given
    up, so that backward may write gradients over them and over dout. */
 static ft_status one_tape(ft_ctx *ctx, const run_data *r, ft_tensor **leaf, int through)
 {
-    ft_tensor *in[MAX_IN], *out[MAX_OUT], *root, *droot;
+    ft_tensor *in[MAX_IN], *out[MAX_OUT], *root, *droot, *sharer = NULL;
     ft_tape *tape;
     FT_TRY(ft_tape_create(ctx, &tape));
     FT_TRY(ft_tape_begin(tape));
+    if (r->c->inplace && !through) FT_TRY(make_sharer(ctx, r, &sharer));
     for (int k = 0; k < r->c->n_in; k++) {
         in[k] = leaf[k];
         if (!r->c->in[k].kind && (through || (r->c->inplace && k == 0)))
@@ -642,6 +656,7 @@ static ft_status one_tape(ft_ctx *ctx, const run_data *r, ft_tensor **leaf, int 
     FT_TRY(r->c->build(r->c, ctx, in, out));
     for (int k = 0; k < r->c->n_in; k++)
         if (in[k] != leaf[k]) ft_tensor_free(in[k]);
+    if (sharer) FT_TRY(ft_add(ctx, &out[0], out[0], sharer));
     FT_TRY(join(ctx, r, out, &root, &droot));
     FT_TRY(ft_tape_end(tape));
     FT_TRY(ft_backward(tape, root, droot));
@@ -717,7 +732,8 @@ static ft_status check_values(run_data *r, double tolerance)
         worst = error > worst ? error : worst;
     }
     release(want, r->c->n_out);
-    CHECK(worst <= tolerance, "%s, %s: values off by %g", r->c->name, ft_dtype_name(r->dtype), worst);
+    CHECK(worst <= tolerance, "%s, %s: values off by %g", r->c->name, ft_dtype_name(r->dtype),
+          worst);
     return FT_OK;
 }
 
@@ -745,7 +761,8 @@ static ft_status check_gradients(ft_ctx *ctx, run_data *r, double tolerance)
     release(other, n_in);
     FT_TRY(gradients(ctx, r, all, 1, 1, other)); /* written over other tensors */
     for (int k = 0; k < n_in; k++)
-        CHECK(!whole[k] || !memcmp(whole[k], other[k], (size_t)elems(&r->c->in[k]) * sizeof(double)),
+        CHECK(!whole[k] ||
+              !memcmp(whole[k], other[k], (size_t)elems(&r->c->in[k]) * sizeof(double)),
               "%s, %s: gradient of input %d differs when it is written over another tensor",
               r->c->name, ft_dtype_name(r->dtype), k);
     release(other, n_in);
@@ -932,6 +949,64 @@ static void test_replay(void **state)
                 release(other.grad, W_COUNT);
             }
         release(first.grad, W_COUNT);
+    }
+}
+
+/* A dropped tensor that an in-place op took, and that another backward reads: its replay may not be
+   in place. Without recomputation the in-place op has a copy of its own. */
+typedef struct beside_data { ft_dtype dtype; int full; double grad[2][B * T * QKV]; } beside_data;
+
+static ft_status beside_run(ft_ctx *ctx, void *user)
+{
+    beside_data *r = (beside_data *)user;
+    static double values[B * T * QKV];
+    int64_t shape[3] = { B, T, QKV };
+    ft_tensor *x[2], *q, *s, *a, *copy, *rope, *out;
+    ft_tape *tape;
+    ft_sac sac;
+    memset(&sac, 0, sizeof sac);
+    sac.kind = r->full ? FT_SAC_FULL : FT_SAC_NONE;
+    random_state = 3;
+    for (int k = 0; k < 2; k++) {
+        for (int i = 0; i < B * T * QKV; i++) values[i] = uniform();
+        FT_TRY(make(ctx, &x[k], r->dtype, 3, shape, values));
+        x[k]->requires_grad = 1;
+    }
+    FT_TRY(ft_rope_table(ctx, &rope, T, D, THETA, NULL));
+    FT_TRY(ft_tape_create(ctx, &tape));
+    FT_TRY(ft_tape_begin(tape));
+    FT_TRY(ft_segment_begin(ctx, "beside", sac));
+    FT_TRY(ft_scale(ctx, &q, x[0], 0.75));
+    FT_TRY(ft_silu(ctx, &s, q));
+    copy = q;
+    if (!r->full) FT_TRY(ft_scale(ctx, &copy, q, 1.0));
+    FT_TRY(ft_rope(ctx, &q, copy, rope, H, K, D));
+    FT_TRY(ft_silu(ctx, &a, q));
+    copy = q;
+    if (!r->full) FT_TRY(ft_scale(ctx, &copy, q, 1.0));
+    FT_TRY(ft_add_inplace(ctx, &q, copy, x[1]));
+    FT_TRY(ft_gelu(ctx, &q, q));
+    FT_TRY(ft_mul(ctx, &a, a, s));
+    FT_TRY(ft_mul(ctx, &a, a, q));
+    FT_TRY(ft_mean(ctx, &out, a));
+    FT_TRY(ft_segment_end(ctx, 1, &out));
+    FT_TRY(ft_tape_end(tape));
+    FT_TRY(ft_backward(tape, out, NULL));
+    for (int k = 0; k < 2; k++) FT_TRY(fetch(x[k]->grad, r->grad[k]));
+    return FT_OK;
+}
+
+static void test_replay_beside(void **state)
+{
+    static beside_data runs[2];
+    (void)state;
+    for (int bf16 = 0; bf16 < 2; bf16++) {
+        for (int full = 0; full < 2; full++) {
+            runs[full].dtype = bf16 ? FT_BF16 : FT_F32;
+            runs[full].full = full;
+            launch_ok(beside_run, &runs[full]);
+        }
+        assert_memory_equal(runs[0].grad, runs[1].grad, sizeof runs[0].grad);
     }
 }
 
@@ -1135,7 +1210,8 @@ static ft_status fill_and_copy(ft_ctx *ctx, void *user)
     FT_TRY(ft_copy(other, index, stream));
     FT_TRY(fetch(narrow, in));
     FT_TRY(fetch(other, out));
-    for (int64_t i = 0; i < n; i++) CHECK(in[i] == 3 && out[i] == -100, "fill %g %g", in[i], out[i]);
+    for (int64_t i = 0; i < n; i++)
+        CHECK(in[i] == 3 && out[i] == -100, "fill: %g, %g", in[i], out[i]);
     return FT_OK;
 }
 
@@ -1150,6 +1226,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_gradients),
         cmocka_unit_test(test_replay),
+        cmocka_unit_test(test_replay_beside),
         cmocka_unit_test(test_loss),
         cmocka_unit_test(test_bad_index),
         cmocka_unit_test(test_bad_shapes),

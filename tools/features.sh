@@ -1,8 +1,8 @@
 #!/bin/sh
-# What the tests can use on this machine, as two shell assignments:
+# What the tests can use on this machine, as shell assignments:
 #
-#     FT_CFLAGS='-DFT_CBLAS -I...'
-#     FT_LIBS='-lopenblas ...'
+#     FT_CFLAGS='-DFT_CBLAS -I... -DFT_CJSON ...'   FT_LIBS='-lopenblas -lcjson ...'
+#     FT_PLAIN_CFLAGS, FT_PLAIN_LIBS                the same without CBLAS
 #
 # usage: tools/features.sh CC     prints them
 #        tools/features.sh -m CC  prints the names of what is missing instead, one a line
@@ -29,7 +29,7 @@ works() {
     $CC $1 "$dir/probe.c" -o "$dir/probe" $2 >/dev/null 2>&1 && "$dir/probe" >/dev/null 2>&1
 }
 
-cflags='' libs='' missing=''
+cflags='' libs='' blas_cflags='' blas_libs='' missing=''
 found() { cflags="$cflags $1"; libs="$libs $2"; }
 
 probe_cblas='#include <cblas.h>
@@ -38,17 +38,15 @@ int main(void) {
     cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, 1, 1, 1, 1, &a, 1, &b, 1, 0, &c, 1);
     return c == 6 ? 0 : 1;
 }'
-cblas=
 for lib in "$(ask openblas --libs)" -lopenblas -lcblas; do
     [ -n "$lib" ] || continue
     inc=$(ask openblas --cflags)
     if printf '%s\n' "$probe_cblas" | works "$inc" "$lib"; then
-        cblas=yes
-        found "-DFT_CBLAS $inc" "$lib"
+        blas_cflags="-DFT_CBLAS $inc" blas_libs=$lib
         break
     fi
 done
-[ -n "$cblas" ] || missing="$missing openblas"
+[ -n "$blas_cflags" ] || missing="$missing openblas"
 
 if printf '%s\n' '#include <cjson/cJSON.h>
 int main(void) { cJSON_Delete(cJSON_Parse("{}")); return 0; }' | works "" -lcjson; then
@@ -77,5 +75,6 @@ fi
 if [ "$missing_only" = 1 ]; then
     for name in $missing; do printf '%s\n' "$name"; done
 else
-    printf "FT_CFLAGS='%s'\nFT_LIBS='%s'\n" "$cflags" "$libs"
+    printf "FT_CFLAGS='%s'\nFT_LIBS='%s'\n" "$blas_cflags$cflags" "$blas_libs$libs"
+    printf "FT_PLAIN_CFLAGS='%s'\nFT_PLAIN_LIBS='%s'\n" "$cflags" "$libs"
 fi
