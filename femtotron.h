@@ -5843,8 +5843,8 @@ static void ft__where_restore(ft_ctx *ctx, ft__where old)
 }
 
 /* Views of the inputs, after checking that each can be read. */
-static ft_status ft__call_begin(ft_ctx *ctx, ft_op_call *call, const ft_op *row,
-                                ft_tensor *const *in, const ft_attr *attr)
+static ft_status ft__call_begin(ft_op_call *call, const ft_op *row, ft_tensor *const *in,
+                                const ft_attr *attr)
 {
     memset(call, 0, sizeof *call);
     call->op = row;
@@ -5853,9 +5853,6 @@ static ft_status ft__call_begin(ft_ctx *ctx, ft_op_call *call, const ft_op *row,
         if (!in[i] && !(row->optional & FT_IN(i)))
             return ft_error(FT_ERR_ARG, "%s: input %d is missing", row->name, i);
         if (in[i]) FT_TRY(ft__readable(in[i], row->name));
-        if (in[i] && in[i]->base && ctx->tape && ft__root(in[i])->tape)
-            return ft_error(FT_ERR_STATE, "%s: input %d is a view of a recorded tensor; only ops that "
-                            "are not recorded (ft_op_run) can use it", row->name, i);
         call->in[i] = ft__view(in[i]);
     }
     return FT_OK;
@@ -5870,7 +5867,7 @@ FT_API ft_status ft_op_run(ft_stream *stream, const ft_op *row, ft_tensor *const
     if (!ft__op_known(ctx, row) || !row->forward)
         return ft_error(FT_ERR_ARG, "op %s is not registered here, or has no forward kernel",
                         row->name ? row->name : "?");
-    FT_TRY(ft__call_begin(ctx, &call, row, in, attr));
+    FT_TRY(ft__call_begin(&call, row, in, attr));
     for (int i = 0; i < row->n_out; i++) {
         FT_TRY(ft__readable(out[i], row->name));
         call.out[i] = given[i] = ft__view(out[i]);
@@ -6178,6 +6175,9 @@ static ft_status ft__apply(ft_ctx *ctx, ft_op_call *call, ft_tensor *const *in, 
         if (in[i] && (row->grads & FT_IN(i)) && in[i]->requires_grad) wants = 1;
         if (tape && in[i] && in[i]->tape && in[i]->tape != tape)
             return ft_error(FT_ERR_STATE, "%s: input %d belongs to another tape", row->name, i);
+        if (tape && in[i] && in[i]->base && ft__root(in[i])->tape)
+            return ft_error(FT_ERR_STATE, "%s: input %d is a view of a recorded tensor; only ops that "
+                            "are not recorded (ft_op_run) can use it", row->name, i);
     }
     int deferred = tape && wants && (row->flags & FT_OP_DEFERRED);
     for (int i = inplace; i < row->n_out && !deferred; i++)
@@ -6200,7 +6200,7 @@ FT_API ft_status ft_apply(ft_ctx *ctx, const ft_op *row, ft_tensor *const *in, c
         return ft_error(FT_ERR_STATE, "%s: ft_apply inside a composite op, which is recorded as a "
                         "whole: call ft_op_run", row->name);
     ft__where old = ft__where_set(ctx, "forward", row->name);
-    ft_status status = ft__call_begin(ctx, &call, row, in, attr);
+    ft_status status = ft__call_begin(&call, row, in, attr);
     if (status == FT_OK) status = ft__apply(ctx, &call, in, out);
     ft__where_restore(ctx, old);
     return status;

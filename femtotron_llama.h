@@ -116,7 +116,10 @@
 #define FEMTOTRON_LLAMA_H
 
 #ifndef FEMTOTRON_ZERO_H
-#error "femtotron_llama.h builds on two headers: include femtotron.h, femtotron_zero.h first"
+#error "femtotron_llama.h builds on femtotron.h, femtotron_zero.h, femtotron_tp.h: include those first"
+#endif
+#ifndef FEMTOTRON_TP_H
+#error "femtotron_llama.h builds on femtotron_tp.h: include it after femtotron.h"
 #endif
 
 /* ------------------------------------------------------------------------------------ >>config */
@@ -156,6 +159,34 @@ FT_API ft_status ft_llama_create(ft_ctx *ctx, ft_zero *zero, const ft_llama_conf
    bounds the T of later calls. Collective over the world (group "llama", no traffic): FT_ERR_COMM
    unless all ranks pass the same seed, config and max_tokens. `zero` must have no units yet. */
 
+/* Which part of the model a rank has. Stage p of P with V chunks runs virtual stages p, P + p, 2P + p,
+   ...: virtual stage v runs layers first_layer[v] .. first_layer[v + 1] - 1; the first one also has the
+   embedding, the last one the final norm and the head. Over tp every weight is cut as
+   femtotron_tp.h says; a vocabulary that tp does not divide is padded inside. */
+typedef struct ft_llama_layout {
+    ft_mesh mesh;
+    ft_tp *tp;                  /* NULL where the mesh's tp is 1 */
+    int chunks;                 /* V; 0 means 1 */
+    const int64_t *first_layer; /* [P V + 1], ascending from 0 to layers; NULL where P V = 1 */
+} ft_llama_layout;
+
+FT_API ft_status ft_llama_create_part(ft_ctx *ctx, ft_zero *zero, const ft_llama_config *config,
+                                      const ft_llama_layout *layout, int64_t max_tokens,
+                                      uint64_t seed, ft_llama **out);
+/* ft_llama_create for a rank of a mesh. The weights are those of the whole model on one rank. A tied
+   embedding on two stages is one unit on each, with gradients summed (ft_zero_share). Norms and
+   biases of row layers count once (or, under sequence parallelism, are summed) over tp.
+   FT_ERR_UNSUPPORTED where heads, kv heads or intermediate do not divide by tp. */
+FT_API ft_status ft_llama_chunk(ft_llama *model, int chunk, ft_tensor *tokens, ft_tensor *labels,
+                                ft_tensor *scale, const ft_sac *sac, ft_tensor *x, ft_tensor **out);
+/* Forward of one chunk. tokens, labels int32 [B,T] on every stage (B and T are theirs). x: the output of
+   the virtual stage before, a tensor of the caller's own, NULL for the first; out: the residual stream
+   [B,T,C] (sequence parallelism: [B T/t, C]) or, of the last virtual stage, the loss. sac[layers of the
+   model] or NULL. Records on the current tape. */
+FT_API ft_status ft_llama_boundary(const ft_llama *model, int64_t B, int64_t T, int *ndim,
+                                   int64_t shape[3]);
+/* The shape of what travels between stages; its dtype is the model's. */
+
 FT_API ft_status ft_llama_loss(ft_llama *model, ft_tensor *tokens, ft_tensor *labels,
                                ft_tensor *scale, const ft_sac *sac, ft_tensor **loss);
 /* tokens, labels int32 [B,T], T <= max_tokens: labels[b,t] is the token that follows tokens[b,t],
@@ -176,8 +207,12 @@ typedef struct ft_llama_param {
     char name[80];         /* "model.layers.0.self_attn.q_proj.weight" */
     int ndim;
     int64_t shape[2];      /* shape[1] is 1 where ndim is 1 */
-    ft_tensor *pack;       /* the tensor that holds it */
+    ft_tensor *pack;       /* the tensor that holds it, or its slice; NULL: on another stage */
     int64_t first_elem;    /* where it starts in the pack */
+    ft_tp_cut cut;         /* how tp cuts it */
+    ft_tp_slice slice;     /* this rank's part */
+    int stage;             /* pipeline stage that has it (of a tied embedding the first) */
+    ft_tensor *twin;       /* private: the copy of a tied embedding on the last stage */
 } ft_llama_param;
 
 FT_API int ft_llama_param_count(const ft_llama *model);
@@ -350,7 +385,7 @@ typedef struct ft__llama_pack { /* one parameter of ZeRO */
 
 typedef struct ft__llama_layer { /* absent ones are NULL, which is what ops take for "no bias" */
     char name[32];
-    int unit;
+    int unit, stage, last;  /* pipeline stage that runs it; last: of its chunk */
     ft_tensor *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias;
     ft_tensor *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
 } ft__llama_layer;
@@ -359,10 +394,16 @@ struct ft_llama {
     ft_ctx *ctx;
     ft_zero *zero;
     ft_llama_config config; /* checked: no zeros left */
+    ft_mesh mesh;
+    ft_tp *tp;
+    int tp_size, tp_rank, P, stage, V;
+    int64_t *first_layer;   /* [P V + 1] */
+    int has_embedding, has_head;
+    ft_group *world, *tied; /* tied: the two stages that share the embedding; NULL elsewhere */
     int64_t max_tokens;
     uint64_t seed;
     ft_tensor *rope;        /* [max_tokens, D/2, 2] */
-    int embedding_unit, final_unit;
+    int embedding_unit, final_unit, head_unit; /* head_unit: of the tied table, to be entered too */
     ft_tensor *embedding, *norm, *head; /* head: the embedding, if tied */
     ft__llama_layer *layers;
     ft__llama_pack *packs;
@@ -373,7 +414,7 @@ struct ft_llama {
 
 /* Adds a parameter to the open unit. cols 0: one dimension, which is not decayed. */
 static ft_status ft__llama_add(ft_llama *m, const char *prefix, const char *name, int64_t rows,
-                               int64_t cols, int normal, double value, ft_tensor **out)
+                               int64_t cols, int normal, double value, int flags, ft_tensor **out)
 {
     ft__llama_pack *pack = &m->packs[m->n_packs++];
     int64_t shape[2];
@@ -382,8 +423,8 @@ static ft_status ft__llama_add(ft_llama *m, const char *prefix, const char *name
     snprintf(pack->name, sizeof pack->name, "%s%s", prefix, name);
     pack->normal = normal;
     pack->value = value;
-    FT_TRY(ft_zero_param(m->zero, pack->name, cols ? 2 : 1, shape, cols ? FT_ZERO_DECAY : 0,
-                         &pack->tensor));
+    FT_TRY(ft_zero_param(m->zero, pack->name, cols ? 2 : 1, shape,
+                         flags | (cols ? FT_ZERO_DECAY : 0), &pack->tensor));
     *out = pack->tensor;
     return FT_OK;
 }
@@ -391,106 +432,175 @@ static ft_status ft__llama_add(ft_llama *m, const char *prefix, const char *name
 static ft_status ft__llama_matrix(ft_llama *m, const char *prefix, const char *name, int64_t rows,
                                   int64_t cols, double std, ft_tensor **out)
 {
-    return ft__llama_add(m, prefix, name, rows, cols, 1, std, out);
+    return ft__llama_add(m, prefix, name, rows, cols, 1, std, 0, out);
 }
 
 static ft_status ft__llama_vector(ft_llama *m, const char *prefix, const char *name, int64_t rows,
-                                  double value, ft_tensor **out)
+                                  double value, int flags, ft_tensor **out)
 {
-    return ft__llama_add(m, prefix, name, rows, 0, 0, value, out);
+    return ft__llama_add(m, prefix, name, rows, 0, 0, value, flags, out);
+}
+
+/* What every tp rank has whole works on all tokens and has its whole gradient, or, under sequence
+   parallelism, works on the rank's tokens and has a part. */
+static int ft__llama_whole_flags(const ft_llama *m)
+{
+    if (m->tp_size == 1) return 0;
+    return m->tp->sequence_parallel ? FT_ZERO_PARTIAL : FT_ZERO_REPLICATED;
 }
 
 static ft_status ft__llama_describe_layer(ft_llama *m, int64_t index)
 {
     const ft_llama_config *c = &m->config;
     ft__llama_layer *l = &m->layers[index];
-    int64_t C = c->hidden, HD = c->heads * c->head_dim, F = c->intermediate;
-    int64_t rows = HD + 2 * c->kv_heads * c->head_dim;
+    int64_t t = m->tp_size, C = c->hidden, HD = c->heads * c->head_dim / t, F = c->intermediate / t;
+    int64_t rows = HD + 2 * c->kv_heads * c->head_dim / t;
     double std = c->init_std, std_out = std / sqrt(2.0 * (double)c->layers);
+    int whole = ft__llama_whole_flags(m);
+    int heads = t > 1 ? FT_ZERO_PARTIAL : 0; /* of head norms each rank sees its own heads */
     char at[48];
-    snprintf(l->name, sizeof l->name, "layer.%lld", (long long)index);
     snprintf(at, sizeof at, "model.layers.%lld.", (long long)index);
     FT_TRY(ft_zero_unit(m->zero, l->name, &l->unit));
     FT_TRY(ft__llama_matrix(m, at, "self_attn.qkv_proj.weight", rows, C, std, &l->qkv));
     FT_TRY(ft__llama_matrix(m, at, "self_attn.o_proj.weight", C, HD, std_out, &l->o));
     FT_TRY(ft__llama_matrix(m, at, "mlp.gate_up_proj.weight", 2 * F, C, std, &l->gate_up));
     FT_TRY(ft__llama_matrix(m, at, "mlp.down_proj.weight", C, F, std_out, &l->down));
-    FT_TRY(ft__llama_vector(m, at, "input_layernorm.weight", C, 1, &l->input_norm));
-    FT_TRY(ft__llama_vector(m, at, "post_attention_layernorm.weight", C, 1, &l->post_norm));
+    FT_TRY(ft__llama_vector(m, at, "input_layernorm.weight", C, 1, whole, &l->input_norm));
+    FT_TRY(ft__llama_vector(m, at, "post_attention_layernorm.weight", C, 1, whole, &l->post_norm));
     if (c->qkv_bias)
-        FT_TRY(ft__llama_vector(m, at, "self_attn.qkv_proj.bias", rows, 0, &l->qkv_bias));
+        FT_TRY(ft__llama_vector(m, at, "self_attn.qkv_proj.bias", rows, 0, 0, &l->qkv_bias));
     if (c->qk_norm) {
-        FT_TRY(ft__llama_vector(m, at, "self_attn.q_norm.weight", c->head_dim, 1, &l->q_norm));
-        FT_TRY(ft__llama_vector(m, at, "self_attn.k_norm.weight", c->head_dim, 1, &l->k_norm));
+        FT_TRY(ft__llama_vector(m, at, "self_attn.q_norm.weight", c->head_dim, 1, heads,
+                                &l->q_norm));
+        FT_TRY(ft__llama_vector(m, at, "self_attn.k_norm.weight", c->head_dim, 1, heads,
+                                &l->k_norm));
     }
-    if (c->o_bias) FT_TRY(ft__llama_vector(m, at, "self_attn.o_proj.bias", C, 0, &l->o_bias));
+    if (c->o_bias) FT_TRY(ft__llama_vector(m, at, "self_attn.o_proj.bias", C, 0, whole, &l->o_bias));
     if (!c->mlp_bias) return FT_OK;
-    FT_TRY(ft__llama_vector(m, at, "mlp.gate_up_proj.bias", 2 * F, 0, &l->gate_up_bias));
-    return ft__llama_vector(m, at, "mlp.down_proj.bias", C, 0, &l->down_bias);
+    FT_TRY(ft__llama_vector(m, at, "mlp.gate_up_proj.bias", 2 * F, 0, 0, &l->gate_up_bias));
+    return ft__llama_vector(m, at, "mlp.down_proj.bias", C, 0, whole, &l->down_bias);
 }
 
-/* Lists a Hugging Face tensor: rows first_row.. of a pack. A pack that is absent has none. */
-static void ft__llama_list(ft_llama *m, const char *prefix, const char *name, ft_tensor *pack,
-                           int64_t first_row, int64_t rows)
+/* Lists a Hugging Face tensor of [rows, cols], a run of rows of a pack from local element `*at` on,
+   which it moves past itself. `has`: the config has it; the pack is NULL on other stages. */
+static ft_status ft__llama_list(ft_llama *m, int has, const char *prefix, const char *name,
+                                int stage, ft_tensor *pack, ft_tp_cut cut, int64_t rows,
+                                int64_t cols, int64_t *at)
 {
-    if (!pack) return;
+    int64_t zero = 0;
+    if (!has) return FT_OK;
+    if (!at) at = &zero;
     ft_llama_param *p = &m->params[m->n_params++];
     snprintf(p->name, sizeof p->name, "%s%s", prefix, name);
-    p->ndim = pack->ndim;
+    p->ndim = cols ? 2 : 1;
     p->shape[0] = rows;
-    p->shape[1] = pack->ndim == 2 ? pack->shape[1] : 1;
+    p->shape[1] = cols ? cols : 1;
+    p->stage = stage;
+    p->cut = cut;
     p->pack = pack;
-    p->first_elem = first_row * p->shape[1];
+    p->first_elem = *at;
+    FT_TRY(ft_tp_slice_make(cut, m->tp_size, m->tp_rank, p->name, rows, p->shape[1], &p->slice));
+    *at += p->slice.local_rows * p->slice.local_cols;
+    return FT_OK;
 }
 
-static void ft__llama_list_layer(ft_llama *m, int64_t index)
+static ft_status ft__llama_list_layer(ft_llama *m, int64_t index)
 {
     const ft_llama_config *c = &m->config;
     const ft__llama_layer *l = &m->layers[index];
     int64_t C = c->hidden, Q = c->heads * c->head_dim, KV = c->kv_heads * c->head_dim;
-    int64_t D = c->head_dim, F = c->intermediate;
-    char at[48];
-    snprintf(at, sizeof at, "model.layers.%lld.", (long long)index);
-    ft__llama_list(m, at, "input_layernorm.weight", l->input_norm, 0, C);
-    ft__llama_list(m, at, "self_attn.q_proj.weight", l->qkv, 0, Q);
-    ft__llama_list(m, at, "self_attn.k_proj.weight", l->qkv, Q, KV);
-    ft__llama_list(m, at, "self_attn.v_proj.weight", l->qkv, Q + KV, KV);
-    ft__llama_list(m, at, "self_attn.q_proj.bias", l->qkv_bias, 0, Q);
-    ft__llama_list(m, at, "self_attn.k_proj.bias", l->qkv_bias, Q, KV);
-    ft__llama_list(m, at, "self_attn.v_proj.bias", l->qkv_bias, Q + KV, KV);
-    ft__llama_list(m, at, "self_attn.q_norm.weight", l->q_norm, 0, D);
-    ft__llama_list(m, at, "self_attn.k_norm.weight", l->k_norm, 0, D);
-    ft__llama_list(m, at, "self_attn.o_proj.weight", l->o, 0, C);
-    ft__llama_list(m, at, "self_attn.o_proj.bias", l->o_bias, 0, C);
-    ft__llama_list(m, at, "post_attention_layernorm.weight", l->post_norm, 0, C);
-    ft__llama_list(m, at, "mlp.gate_proj.weight", l->gate_up, 0, F);
-    ft__llama_list(m, at, "mlp.up_proj.weight", l->gate_up, F, F);
-    ft__llama_list(m, at, "mlp.gate_proj.bias", l->gate_up_bias, 0, F);
-    ft__llama_list(m, at, "mlp.up_proj.bias", l->gate_up_bias, F, F);
-    ft__llama_list(m, at, "mlp.down_proj.weight", l->down, 0, C);
-    ft__llama_list(m, at, "mlp.down_proj.bias", l->down_bias, 0, C);
+    int64_t D = c->head_dim, F = c->intermediate, qkv = 0, qkv_bias = 0, gu = 0, gu_bias = 0;
+    int s = l->stage;
+    char p[48];
+    snprintf(p, sizeof p, "model.layers.%lld.", (long long)index);
+    FT_TRY(ft__llama_list(m, 1, p, "input_layernorm.weight", s, l->input_norm, FT_TP_WHOLE, C, 0, NULL));
+    FT_TRY(ft__llama_list(m, 1, p, "self_attn.q_proj.weight", s, l->qkv, FT_TP_ROWS, Q, C, &qkv));
+    FT_TRY(ft__llama_list(m, 1, p, "self_attn.k_proj.weight", s, l->qkv, FT_TP_ROWS, KV, C, &qkv));
+    FT_TRY(ft__llama_list(m, 1, p, "self_attn.v_proj.weight", s, l->qkv, FT_TP_ROWS, KV, C, &qkv));
+    FT_TRY(ft__llama_list(m, c->qkv_bias, p, "self_attn.q_proj.bias", s, l->qkv_bias, FT_TP_ROWS, Q, 0,
+                          &qkv_bias));
+    FT_TRY(ft__llama_list(m, c->qkv_bias, p, "self_attn.k_proj.bias", s, l->qkv_bias, FT_TP_ROWS, KV, 0,
+                          &qkv_bias));
+    FT_TRY(ft__llama_list(m, c->qkv_bias, p, "self_attn.v_proj.bias", s, l->qkv_bias, FT_TP_ROWS, KV, 0,
+                          &qkv_bias));
+    FT_TRY(ft__llama_list(m, c->qk_norm, p, "self_attn.q_norm.weight", s, l->q_norm, FT_TP_WHOLE, D, 0,
+                          NULL));
+    FT_TRY(ft__llama_list(m, c->qk_norm, p, "self_attn.k_norm.weight", s, l->k_norm, FT_TP_WHOLE, D, 0,
+                          NULL));
+    FT_TRY(ft__llama_list(m, 1, p, "self_attn.o_proj.weight", s, l->o, FT_TP_COLUMNS, C, Q, NULL));
+    FT_TRY(ft__llama_list(m, c->o_bias, p, "self_attn.o_proj.bias", s, l->o_bias, FT_TP_WHOLE, C, 0,
+                          NULL));
+    FT_TRY(ft__llama_list(m, 1, p, "post_attention_layernorm.weight", s, l->post_norm, FT_TP_WHOLE, C, 0,
+                          NULL));
+    FT_TRY(ft__llama_list(m, 1, p, "mlp.gate_proj.weight", s, l->gate_up, FT_TP_ROWS, F, C, &gu));
+    FT_TRY(ft__llama_list(m, 1, p, "mlp.up_proj.weight", s, l->gate_up, FT_TP_ROWS, F, C, &gu));
+    FT_TRY(ft__llama_list(m, c->mlp_bias, p, "mlp.gate_proj.bias", s, l->gate_up_bias, FT_TP_ROWS, F, 0,
+                          &gu_bias));
+    FT_TRY(ft__llama_list(m, c->mlp_bias, p, "mlp.up_proj.bias", s, l->gate_up_bias, FT_TP_ROWS, F, 0,
+                          &gu_bias));
+    FT_TRY(ft__llama_list(m, 1, p, "mlp.down_proj.weight", s, l->down, FT_TP_COLUMNS, C, F, NULL));
+    return ft__llama_list(m, c->mlp_bias, p, "mlp.down_proj.bias", s, l->down_bias, FT_TP_WHOLE, C, 0,
+                          NULL);
+}
+
+/* Final norm and head. A tied head on a stage without the embedding has a unit of its own with a copy
+   of the table, whose gradients both stages add. */
+static ft_status ft__llama_describe_final(ft_llama *m, int64_t vocab_rows)
+{
+    const ft_llama_config *c = &m->config;
+    FT_TRY(ft_zero_unit(m->zero, "final", &m->final_unit));
+    if (!c->tie_embeddings)
+        FT_TRY(ft__llama_matrix(m, "", "lm_head.weight", vocab_rows, c->hidden, c->init_std, &m->head));
+    FT_TRY(ft__llama_vector(m, "model.", "norm.weight", c->hidden, 1, ft__llama_whole_flags(m),
+                            &m->norm));
+    m->head_unit = m->embedding_unit;
+    if (!c->tie_embeddings) return FT_OK;
+    m->head = m->embedding;
+    if (m->has_embedding) return FT_OK;
+    FT_TRY(ft_zero_unit(m->zero, "tied head", &m->head_unit));
+    FT_TRY(ft__llama_matrix(m, "model.", "embed_tokens.weight", vocab_rows, c->hidden, c->init_std,
+                            &m->head));
+    return ft_zero_share(m->zero, m->head_unit, m->tied);
 }
 
 /* Units and parameters in the order of forward, matrices before vectors. */
+static ft_status ft__llama_describe_units(ft_llama *m)
+{
+    const ft_llama_config *c = &m->config;
+    int64_t vocab_rows = (c->vocab + m->tp_size - 1) / m->tp_size;
+    for (int k = 0; k < m->V; k++) {
+        int v = k * m->P + m->stage;
+        if (v == 0) {
+            FT_TRY(ft_zero_unit(m->zero, "embedding", &m->embedding_unit));
+            FT_TRY(ft__llama_matrix(m, "model.", "embed_tokens.weight", vocab_rows, c->hidden,
+                                    c->init_std, &m->embedding));
+            if (m->tied) FT_TRY(ft_zero_share(m->zero, m->embedding_unit, m->tied));
+        }
+        for (int64_t i = m->first_layer[v]; i < m->first_layer[v + 1]; i++)
+            FT_TRY(ft__llama_describe_layer(m, i));
+        if (v == m->P * m->V - 1) FT_TRY(ft__llama_describe_final(m, vocab_rows));
+        FT_TRY(ft_zero_break(m->zero));
+    }
+    return FT_OK;
+}
+
 static ft_status ft__llama_describe(ft_llama *m)
 {
     const ft_llama_config *c = &m->config;
-    double std = c->init_std;
-    FT_TRY(ft_zero_unit(m->zero, "embedding", &m->embedding_unit));
-    FT_TRY(ft__llama_matrix(m, "model.", "embed_tokens.weight", c->vocab, c->hidden, std,
-                            &m->embedding));
-    for (int64_t i = 0; i < c->layers; i++) FT_TRY(ft__llama_describe_layer(m, i));
-    FT_TRY(ft_zero_unit(m->zero, "final", &m->final_unit));
-    m->head = m->embedding;
-    if (!c->tie_embeddings)
-        FT_TRY(ft__llama_matrix(m, "", "lm_head.weight", c->vocab, c->hidden, std, &m->head));
-    FT_TRY(ft__llama_vector(m, "model.", "norm.weight", c->hidden, 1, &m->norm));
-
-    ft__llama_list(m, "model.", "embed_tokens.weight", m->embedding, 0, c->vocab);
-    for (int64_t i = 0; i < c->layers; i++) ft__llama_list_layer(m, i);
-    ft__llama_list(m, "model.", "norm.weight", m->norm, 0, c->hidden);
-    if (!c->tie_embeddings) ft__llama_list(m, "", "lm_head.weight", m->head, 0, c->vocab);
-    return FT_OK;
+    int last = m->P - 1;
+    for (int v = 0; v < m->P * m->V; v++)
+        for (int64_t i = m->first_layer[v]; i < m->first_layer[v + 1]; i++) {
+            m->layers[i].stage = v % m->P;
+            snprintf(m->layers[i].name, sizeof m->layers[i].name, "layer.%lld", (long long)i);
+        }
+    FT_TRY(ft__llama_describe_units(m));
+    FT_TRY(ft__llama_list(m, 1, "model.", "embed_tokens.weight", 0, m->embedding, FT_TP_VOCAB, c->vocab,
+                          c->hidden, NULL));
+    if (c->tie_embeddings && m->has_head && !m->has_embedding) m->params[0].twin = m->head;
+    for (int64_t i = 0; i < c->layers; i++) FT_TRY(ft__llama_list_layer(m, i));
+    FT_TRY(ft__llama_list(m, 1, "model.", "norm.weight", last, m->norm, FT_TP_WHOLE, c->hidden, 0, NULL));
+    return ft__llama_list(m, !c->tie_embeddings, "", "lm_head.weight", last, m->head, FT_TP_VOCAB,
+                          c->vocab, c->hidden, NULL);
 }
 
 /* --------------------------------------------------------------------------------- >>init.impl */
@@ -529,13 +639,15 @@ static float ft__llama_normal(uint64_t key, uint64_t element, double std)
 static void ft__llama_init_part(const ft_llama *m, const ft_llama_param *p, double std,
                                 int64_t first, int64_t n, float *values)
 {
-    int64_t begin = p->first_elem, end = begin + p->shape[0] * p->shape[1];
+    int64_t begin = p->first_elem, end = begin + p->slice.local_rows * p->slice.local_cols;
     uint64_t key = ft__llama_fnv(ft__llama_fnv_begin(), p->name, strlen(p->name));
     key = ft__llama_mix(m->seed ^ key);
     if (begin < first) begin = first;
     if (end > first + n) end = first + n;
-    for (int64_t i = begin; i < end; i++)
-        values[i - first] = ft__llama_normal(key, (uint64_t)(i - p->first_elem), std);
+    for (int64_t i = begin; i < end; i++) {
+        int64_t element = ft_tp_global_elem(&p->slice, i - p->first_elem);
+        values[i - first] = element < 0 ? 0.0f : ft__llama_normal(key, (uint64_t)element, std);
+    }
 }
 
 static ft_status ft__llama_init(void *user, const char *name, int64_t first, int64_t n,
@@ -553,7 +665,7 @@ static ft_status ft__llama_init(void *user, const char *name, int64_t first, int
         return FT_OK;
     }
     for (int i = 0; i < m->n_params; i++)
-        if (m->params[i].pack == pack->tensor)
+        if (m->params[i].pack == pack->tensor || m->params[i].twin == pack->tensor)
             ft__llama_init_part(m, &m->params[i], pack->value, first, n, values);
     return FT_OK;
 }
@@ -583,15 +695,16 @@ static uint64_t ft__llama_config_hash(const ft_llama_config *c, int64_t max_toke
 }
 
 /* Replicas that start from different seeds would train on as if nothing were wrong. */
-static ft_status ft__llama_agree(ft_ctx *ctx, const ft_llama *m)
+static ft_status ft__llama_agree(ft_ctx *ctx, ft_llama *m)
 {
     int world = ft_world(ctx);
     ft_group *group;
     int *ranks = (int *)ft_host_alloc(ctx, (size_t)world * sizeof *ranks);
     if (!ranks) return FT_ERR_OOM;
     for (int i = 0; i < world; i++) ranks[i] = i;
-    FT_TRY(ft_group_create(ctx, "llama", world, ranks, &group));
+    FT_TRY(ft_group_create(ctx, "llama", world, ranks, &m->world));
     ft_host_free(ctx, ranks);
+    group = m->world;
     FT_TRY(ft_agree(group, "seed of ft_llama_create", m->seed));
     return ft_agree(group, "config of ft_llama_create (a hash of all its fields and max_tokens)",
                     ft__llama_config_hash(&m->config, m->max_tokens));
@@ -602,17 +715,67 @@ static ft_status ft__llama_alloc(ft_ctx *ctx, ft_llama *m)
     size_t L = (size_t)m->config.layers;
     m->layers = (ft__llama_layer *)ft_host_alloc(ctx, L * sizeof *m->layers);
     if (!m->layers) return FT_ERR_OOM;
-    m->packs = (ft__llama_pack *)ft_host_alloc(ctx, (12 * L + 3) * sizeof *m->packs);
+    m->packs = (ft__llama_pack *)ft_host_alloc(ctx, (12 * L + 4) * sizeof *m->packs);
     if (!m->packs) return FT_ERR_OOM;
     m->params = (ft_llama_param *)ft_host_alloc(ctx, (18 * L + 3) * sizeof *m->params);
     return m->params ? FT_OK : FT_ERR_OOM;
 }
 
-FT_API ft_status ft_llama_create(ft_ctx *ctx, ft_zero *zero, const ft_llama_config *config,
-                                 int64_t max_tokens, uint64_t seed, ft_llama **out)
+/* Copies and checks the layout: the partition ascends from 0 to all layers, each virtual stage has a
+   layer, and tp divides what it cuts. */
+static ft_status ft__llama_place(ft_llama *m, const ft_llama_layout *layout)
 {
-    if (!ctx || !zero || !config || !out)
-        return ft_error(FT_ERR_ARG, "ft_llama_create: ctx, zero, config or out is NULL");
+    const ft_llama_config *c = &m->config;
+    int n;
+    m->mesh = layout->mesh;
+    m->tp_size = layout->mesh.size[FT_AXIS_TP];
+    m->tp_rank = layout->mesh.coord[FT_AXIS_TP];
+    m->P = layout->mesh.size[FT_AXIS_PP];
+    m->stage = layout->mesh.coord[FT_AXIS_PP];
+    m->V = layout->chunks > 0 ? layout->chunks : 1;
+    m->tp = layout->tp;
+    n = m->P * m->V;
+    if ((m->tp_size > 1 && !m->tp) || (n > 1 && !layout->first_layer))
+        return ft_error(FT_ERR_ARG, "llama: a layout of tp %d needs an ft_tp, one of %d stages x %d "
+                        "chunks first_layer", m->tp_size, m->P, m->V);
+    if (m->tp_size > 1)
+        FT_TRY(ft_tp_check(m->tp_size, m->tp->sequence_parallel, c->heads, c->kv_heads,
+                           c->intermediate, 0, 0));
+    if (n > c->layers)
+        return ft_error(FT_ERR_UNSUPPORTED, "llama: %d stages x %d chunks for %lld layers: each needs "
+                        "one layer at least", m->P, m->V, (long long)c->layers);
+    m->first_layer = (int64_t *)ft_host_alloc(m->ctx, (size_t)(n + 1) * sizeof *m->first_layer);
+    if (!m->first_layer) return FT_ERR_OOM;
+    for (int v = 0; v <= n; v++)
+        m->first_layer[v] = n > 1 ? layout->first_layer[v] : v * c->layers;
+    for (int v = 0; v < n; v++)
+        if (m->first_layer[0] != 0 || m->first_layer[n] != c->layers ||
+            m->first_layer[v] >= m->first_layer[v + 1])
+            return ft_error(FT_ERR_ARG, "llama: first_layer must ascend from 0 to %lld; at virtual "
+                            "stage %d it is %lld, then %lld", (long long)c->layers, v,
+                            (long long)m->first_layer[v], (long long)m->first_layer[v + 1]);
+    m->has_embedding = m->stage == 0;
+    m->has_head = m->stage == m->P - 1;
+    return FT_OK;
+}
+
+/* The first and the last stage share a tied embedding, rank by rank. */
+static ft_status ft__llama_tied_group(ft_llama *m)
+{
+    int ranks[2], rest = m->mesh.coord[FT_AXIS_DP] * m->tp_size + m->tp_rank;
+    int stage_ranks = m->mesh.size[FT_AXIS_DP] * m->tp_size;
+    if (!m->config.tie_embeddings || m->P == 1 || (!m->has_embedding && !m->has_head)) return FT_OK;
+    ranks[0] = rest;
+    ranks[1] = (m->P - 1) * stage_ranks + rest;
+    return ft_group_create(m->ctx, "tied embedding", 2, ranks, &m->tied);
+}
+
+FT_API ft_status ft_llama_create_part(ft_ctx *ctx, ft_zero *zero, const ft_llama_config *config,
+                                      const ft_llama_layout *layout, int64_t max_tokens,
+                                      uint64_t seed, ft_llama **out)
+{
+    if (!ctx || !zero || !config || !layout || !out)
+        return ft_error(FT_ERR_ARG, "ft_llama_create: ctx, zero, config, layout or out is NULL");
     ft_llama_config checked = *config;
     FT_TRY(ft_llama_check(&checked));
     FT_TRY(ft__llama_size("max_tokens", max_tokens, 0));
@@ -623,7 +786,9 @@ FT_API ft_status ft_llama_create(ft_ctx *ctx, ft_zero *zero, const ft_llama_conf
     m->config = checked;
     m->max_tokens = max_tokens;
     m->seed = seed;
+    FT_TRY(ft__llama_place(m, layout));
     FT_TRY(ft__llama_agree(ctx, m));
+    FT_TRY(ft__llama_tied_group(m));
     FT_TRY(ft__llama_alloc(ctx, m));
     FT_TRY(ft__llama_describe(m));
     FT_TRY(ft_zero_commit(zero, ft__llama_init, m));
@@ -631,6 +796,16 @@ FT_API ft_status ft_llama_create(ft_ctx *ctx, ft_zero *zero, const ft_llama_conf
                          &checked.rope_scaling));
     *out = m;
     return FT_OK;
+}
+
+FT_API ft_status ft_llama_create(ft_ctx *ctx, ft_zero *zero, const ft_llama_config *config,
+                                 int64_t max_tokens, uint64_t seed, ft_llama **out)
+{
+    ft_llama_layout whole;
+    if (!ctx) return ft_error(FT_ERR_ARG, "ft_llama_create: ctx is NULL");
+    memset(&whole, 0, sizeof whole);
+    FT_TRY(ft_mesh_create(ctx, ft_world(ctx), 1, 1, &whole.mesh));
+    return ft_llama_create_part(ctx, zero, config, &whole, max_tokens, seed, out);
 }
 
 /* ------------------------------------------------------------------------------ >>forward.impl */
@@ -650,58 +825,75 @@ static ft_status ft__llama_check_tokens(const ft_llama *m, const char *who, cons
     return FT_OK;
 }
 
-/* a = attention's contribution to the residual stream x, which stays the caller's. [B,T,C] both. */
-static ft_status ft__llama_attention(const ft_llama *m, const ft__llama_layer *l, ft_tensor *x,
-                                     ft_tensor **a)
+/* The linear layers of a block: cut over tp where there is any. */
+static ft_status ft__llama_column(const ft_llama *m, ft_tensor **y, ft_tensor *x, ft_tensor *w,
+                                  ft_tensor *b, int64_t B, int64_t T)
+{
+    if (m->tp_size == 1) return ft_linear(m->ctx, y, x, w, b);
+    return ft_tp_column_linear(m->tp, y, x, w, b, B, T);
+}
+
+static ft_status ft__llama_row(const ft_llama *m, ft_tensor **y, ft_tensor *x, ft_tensor *w,
+                               ft_tensor *b)
+{
+    if (m->tp_size == 1) return ft_linear(m->ctx, y, x, w, b);
+    return ft_tp_row_linear(m->tp, y, x, w, b);
+}
+
+/* a = attention's contribution to the residual stream x, which stays the caller's. [B,T,C] both, or
+   this tp rank's tokens of it. */
+static ft_status ft__llama_attention(const ft_llama *m, const ft__llama_layer *l, int64_t B,
+                                     int64_t T, ft_tensor *x, ft_tensor **a)
 {
     const ft_llama_config *c = &m->config;
     ft_ctx *ctx = m->ctx;
     ft_tensor *y, *qkv, *o;
+    int64_t H = c->heads / m->tp_size, K = c->kv_heads / m->tp_size;
     FT_TRY(ft_rmsnorm(ctx, &y, x, l->input_norm, c->norm_eps));
-    FT_TRY(ft_linear(ctx, &qkv, y, l->qkv, l->qkv_bias));
+    FT_TRY(ft__llama_column(m, &qkv, y, l->qkv, l->qkv_bias, B, T));
     ft_tensor_free(y);
     if (c->qk_norm) {
         ft_tensor *raw = qkv;
-        FT_TRY(ft_head_norm(ctx, &qkv, raw, l->q_norm, l->k_norm, c->heads, c->kv_heads,
-                            c->head_dim, c->norm_eps));
+        FT_TRY(ft_head_norm(ctx, &qkv, raw, l->q_norm, l->k_norm, H, K, c->head_dim,
+                            c->norm_eps));
         ft_tensor_free(raw);
     }
     ft_tensor *rotated;
-    FT_TRY(ft_rope(ctx, &rotated, qkv, m->rope, c->heads, c->kv_heads, c->head_dim));
-    FT_TRY(ft_attention(ctx, &o, rotated, c->heads, c->kv_heads, c->head_dim));
+    FT_TRY(ft_rope(ctx, &rotated, qkv, m->rope, H, K, c->head_dim));
+    FT_TRY(ft_attention(ctx, &o, rotated, H, K, c->head_dim));
     ft_tensor_free(rotated);
-    FT_TRY(ft_linear(ctx, a, o, l->o, l->o_bias));
+    FT_TRY(ft__llama_row(m, a, o, l->o, l->o_bias));
     ft_tensor_free(o);
     return FT_OK;
 }
 
 /* *d = down(swiglu(gate_up(y))); y [B,T,C] is used up. */
-static ft_status ft__llama_mlp(const ft_llama *m, const ft__llama_layer *l, ft_tensor *y,
-                               ft_tensor **d)
+static ft_status ft__llama_mlp(const ft_llama *m, const ft__llama_layer *l, int64_t B, int64_t T,
+                               ft_tensor *y, ft_tensor **d)
 {
     ft_tensor *gu, *p;
-    FT_TRY(ft_linear(m->ctx, &gu, y, l->gate_up, l->gate_up_bias));
+    FT_TRY(ft__llama_column(m, &gu, y, l->gate_up, l->gate_up_bias, B, T));
     ft_tensor_free(y);
     FT_TRY(ft_swiglu(m->ctx, &p, gu));
     ft_tensor_free(gu);
-    FT_TRY(ft_linear(m->ctx, d, p, l->down, l->down_bias));
+    FT_TRY(ft__llama_row(m, d, p, l->down, l->down_bias));
     ft_tensor_free(p);
     return FT_OK;
 }
 
-/* One layer: *x [B,T,C] is used up and replaced. */
+/* One layer: *x is replaced. `given`: it is the caller's, who keeps it; else it is used up. */
 static ft_status ft__llama_layer_forward(const ft_llama *m, const ft__llama_layer *l, ft_sac sac,
-                                         ft_tensor **x)
+                                         int64_t B, int64_t T, int given, ft_tensor **x)
 {
     ft_ctx *ctx = m->ctx;
     ft_tensor *a, *r, *y, *d, *next;
     FT_TRY(ft_zero_enter(m->zero, l->unit, 0));
     FT_TRY(ft_segment_begin(ctx, l->name, sac));
-    FT_TRY(ft__llama_attention(m, l, *x, &a));
+    FT_TRY(ft__llama_attention(m, l, B, T, *x, &a));
     FT_TRY(ft_add_rmsnorm(ctx, &r, &y, *x, a, l->post_norm, m->config.norm_eps));
-    ft_tensor_free(*x);
+    if (!given) ft_tensor_free(*x);
     ft_tensor_free(a);
-    FT_TRY(ft__llama_mlp(m, l, y, &d));
+    FT_TRY(ft__llama_mlp(m, l, B, T, y, &d));
     FT_TRY(ft_add_inplace(ctx, &next, d, r)); /* over d; r's last use */
     ft_tensor_free(r);
     FT_TRY(ft_segment_end(ctx, 1, &next));
@@ -710,54 +902,112 @@ static ft_status ft__llama_layer_forward(const ft_llama *m, const ft__llama_laye
     return FT_OK;
 }
 
-/* Embedding and layers: tokens [B,T] -> *x [B,T,C], not yet normed. */
-static ft_status ft__llama_stack(const ft_llama *m, ft_tensor *tokens, const ft_sac *sac,
+static ft_status ft__llama_embed(const ft_llama *m, ft_tensor *tokens, ft_tensor **x)
+{
+    FT_TRY(ft_zero_enter(m->zero, m->embedding_unit, 0));
+    if (m->tp_size == 1) FT_TRY(ft_embedding(m->ctx, x, tokens, m->embedding));
+    else FT_TRY(ft_tp_embedding(m->tp, x, tokens, m->embedding, m->config.vocab));
+    return ft_zero_leave(m->zero, m->embedding_unit);
+}
+
+/* Embedding (of virtual stage 0) and layers of virtual stage v: *x, not yet normed. */
+static ft_status ft__llama_stack(const ft_llama *m, int v, ft_tensor *tokens, const ft_sac *sac,
                                  ft_tensor **x)
 {
     ft_sac none;
+    int given = v > 0;
     memset(&none, 0, sizeof none);
-    FT_TRY(ft_zero_enter(m->zero, m->embedding_unit, 0));
-    FT_TRY(ft_embedding(m->ctx, x, tokens, m->embedding));
-    FT_TRY(ft_zero_leave(m->zero, m->embedding_unit));
-    for (int64_t i = 0; i < m->config.layers; i++)
-        FT_TRY(ft__llama_layer_forward(m, &m->layers[i], sac ? sac[i] : none, x));
+    if (v == 0) FT_TRY(ft__llama_embed(m, tokens, x));
+    for (int64_t i = m->first_layer[v]; i < m->first_layer[v + 1]; i++) {
+        FT_TRY(ft__llama_layer_forward(m, &m->layers[i], sac ? sac[i] : none, tokens->shape[0],
+                                       tokens->shape[1], given, x));
+        given = 0;
+    }
     return FT_OK;
 }
 
-/* Final norm: *y [B,T,C] = rmsnorm(x); x is used up. Leaves the final unit entered, and for a tied
-   head the embedding's: ft__llama_head_leave ends both. On a tape backward follows at once, and
-   needs both first. */
+/* Final norm: *y = rmsnorm(x); x is used up. Leaves the final unit entered, and for a tied head the
+   table's: ft__llama_head_leave ends both. On a tape backward follows at once, and needs both first. */
 static ft_status ft__llama_head_enter(const ft_llama *m, ft_tensor *x, ft_tensor **y)
 {
     FT_TRY(ft_zero_enter(m->zero, m->final_unit, FT_ZERO_KEEP));
     FT_TRY(ft_rmsnorm(m->ctx, y, x, m->norm, m->config.norm_eps));
     ft_tensor_free(x);
-    return m->config.tie_embeddings ? ft_zero_enter(m->zero, m->embedding_unit, FT_ZERO_KEEP) : FT_OK;
+    return m->config.tie_embeddings ? ft_zero_enter(m->zero, m->head_unit, FT_ZERO_KEEP) : FT_OK;
 }
 
 static ft_status ft__llama_head_leave(const ft_llama *m)
 {
-    if (m->config.tie_embeddings) FT_TRY(ft_zero_leave(m->zero, m->embedding_unit));
+    if (m->config.tie_embeddings) FT_TRY(ft_zero_leave(m->zero, m->head_unit));
     return ft_zero_leave(m->zero, m->final_unit);
+}
+
+static ft_status ft__llama_head_loss(const ft_llama *m, ft_tensor *x, ft_tensor *labels,
+                                     ft_tensor *scale, ft_tensor **loss)
+{
+    ft_tensor *y;
+    int64_t chunk = m->config.loss_chunk_tokens;
+    FT_TRY(ft__llama_head_enter(m, x, &y));
+    if (m->tp_size == 1)
+        FT_TRY(ft_linear_cross_entropy(m->ctx, loss, y, m->head, labels, scale, chunk));
+    else
+        FT_TRY(ft_tp_linear_cross_entropy(m->tp, loss, y, m->head, labels, scale, chunk,
+                                          m->config.vocab));
+    ft_tensor_free(y);
+    return ft__llama_head_leave(m);
+}
+
+static ft_status ft__llama_check_batch(const ft_llama *m, const char *who, const ft_tensor *tokens,
+                                       const ft_tensor *labels)
+{
+    FT_TRY(ft__llama_check_tokens(m, who, "tokens", tokens));
+    FT_TRY(ft__llama_check_tokens(m, who, "labels", labels));
+    if (tokens->shape[0] != labels->shape[0] || tokens->shape[1] != labels->shape[1])
+        return ft_error(FT_ERR_SHAPE, "%s: tokens [%lld,%lld] and labels [%lld,%lld] differ", who,
+                        (long long)tokens->shape[0], (long long)tokens->shape[1],
+                        (long long)labels->shape[0], (long long)labels->shape[1]);
+    if (m->tp_size == 1) return FT_OK;
+    return ft_tp_check(m->tp_size, m->tp->sequence_parallel, 0, 0, 0, tokens->shape[0],
+                       tokens->shape[1]);
+}
+
+FT_API ft_status ft_llama_chunk(ft_llama *m, int chunk, ft_tensor *tokens, ft_tensor *labels,
+                                ft_tensor *scale, const ft_sac *sac, ft_tensor *x, ft_tensor **out)
+{
+    if (!m || !out) return ft_error(FT_ERR_ARG, "ft_llama_chunk: model or out is NULL");
+    if (chunk < 0 || chunk >= m->V)
+        return ft_error(FT_ERR_ARG, "ft_llama_chunk: chunk %d of %d", chunk, m->V);
+    int v = chunk * m->P + m->stage;
+    if ((v == 0) != (x == NULL))
+        return ft_error(FT_ERR_ARG, "ft_llama_chunk: virtual stage %d %s an input", v,
+                        v ? "needs" : "takes no");
+    FT_TRY(ft__llama_check_batch(m, "ft_llama_chunk", tokens, labels));
+    FT_TRY(ft__llama_stack(m, v, tokens, sac, &x));
+    *out = x;
+    if (v < m->P * m->V - 1) return FT_OK;
+    return ft__llama_head_loss(m, x, labels, scale, out);
+}
+
+FT_API ft_status ft_llama_boundary(const ft_llama *m, int64_t B, int64_t T, int *ndim,
+                                   int64_t shape[3])
+{
+    int cut = m->tp_size > 1 && m->tp->sequence_parallel;
+    *ndim = cut ? 2 : 3;
+    shape[0] = cut ? B * T / m->tp_size : B;
+    shape[1] = cut ? m->config.hidden : T;
+    shape[2] = m->config.hidden;
+    return cut ? ft_tp_check(m->tp_size, 1, 0, 0, 0, B, T) : FT_OK;
 }
 
 FT_API ft_status ft_llama_loss(ft_llama *m, ft_tensor *tokens, ft_tensor *labels, ft_tensor *scale,
                                const ft_sac *sac, ft_tensor **loss)
 {
-    ft_tensor *x, *y;
     if (!m || !loss) return ft_error(FT_ERR_ARG, "ft_llama_loss: model or loss is NULL");
-    FT_TRY(ft__llama_check_tokens(m, "ft_llama_loss", "tokens", tokens));
-    FT_TRY(ft__llama_check_tokens(m, "ft_llama_loss", "labels", labels));
-    if (tokens->shape[0] != labels->shape[0] || tokens->shape[1] != labels->shape[1])
-        return ft_error(FT_ERR_SHAPE, "ft_llama_loss: tokens [%lld,%lld] and labels [%lld,%lld] "
-                        "differ", (long long)tokens->shape[0], (long long)tokens->shape[1],
-                        (long long)labels->shape[0], (long long)labels->shape[1]);
-    FT_TRY(ft__llama_stack(m, tokens, sac, &x));
-    FT_TRY(ft__llama_head_enter(m, x, &y));
-    FT_TRY(ft_linear_cross_entropy(m->ctx, loss, y, m->head, labels, scale,
-                                   m->config.loss_chunk_tokens));
-    ft_tensor_free(y);
-    return ft__llama_head_leave(m);
+    if (m->P * m->V > 1)
+        return ft_error(FT_ERR_UNSUPPORTED, "ft_llama_loss: the model is cut in %d stages x %d chunks; "
+                        "run it by ft_llama_chunk, or ft_pp_run", m->P, m->V);
+    FT_TRY(ft__llama_check_batch(m, "ft_llama_loss", tokens, labels));
+    return ft_llama_chunk(m, 0, tokens, labels, scale, sac, NULL, loss);
 }
 
 /* *last [B,1,C] = the rows of the last token; x [B,T,C] is used up. */
@@ -788,7 +1038,10 @@ FT_API ft_status ft_llama_logits(ft_llama *m, ft_tensor *tokens, int last_only, 
     if (ft_tape_current(m->ctx))
         return ft_error(FT_ERR_STATE, "ft_llama_logits: a tape is recording; logits are for "
                         "evaluation: call ft_tape_end first, or ft_llama_loss to train");
-    FT_TRY(ft__llama_stack(m, tokens, NULL, &x));
+    if (m->tp_size * m->P * m->V > 1)
+        return ft_error(FT_ERR_UNSUPPORTED, "ft_llama_logits: the model is cut over tp %d, pp %d; logits "
+                        "need a whole one on each rank", m->tp_size, m->P);
+    FT_TRY(ft__llama_stack(m, 0, tokens, NULL, &x));
     if (last_only && x->shape[1] > 1) {
         ft_tensor *whole = x;
         FT_TRY(ft__llama_last(m, whole, &x));
@@ -827,23 +1080,77 @@ static ft_status ft__llama_check_param(const ft_llama *m, const char *who, const
                     p->name);
 }
 
+typedef ft_status (*ft__llama_export_fn)(ft_zero *zero, ft_tensor *param, int64_t first, int64_t n,
+                                         float *values);
+
+/* A host array of the root's, to every rank of the world, in pieces. */
+static ft_status ft__llama_broadcast(ft_llama *m, int root, int64_t n, float *values)
+{
+    const int64_t most = 1 << 18;
+    ft_stream *stream = ft_stream_get(m->ctx, FT_STREAM_COMPUTE);
+    for (int64_t at = 0; at < n; at += most) {
+        int64_t piece = n - at < most ? n - at : most;
+        ft_tensor *part;
+        FT_TRY(ft_tensor_create(m->ctx, &part, FT_F32, 1, &piece, FT_TAG_COMM));
+        if (ft_rank(m->ctx) == root) FT_TRY(ft_upload(part, values + at));
+        FT_TRY(ft_broadcast(m->world, stream, part, root));
+        FT_TRY(ft_download(part, values + at));
+        ft_tensor_free(part);
+    }
+    return FT_OK;
+}
+
+/* The global tensor on every rank: the ranks of its stage export their slices (over dp), then each tp
+   rank's slice goes to everyone and is pasted into place. */
+static ft_status ft__llama_collect(ft_llama *m, const ft_llama_param *p, ft__llama_export_fn export_part,
+                                   float *values)
+{
+    int dp = m->mesh.size[FT_AXIS_DP];
+    int64_t n = p->slice.local_rows * p->slice.local_cols;
+    if (m->tp_size == 1 && m->P == 1) return export_part(m->zero, p->pack, p->first_elem, n, values);
+    float *local = (float *)ft_host_alloc(m->ctx, (size_t)n * sizeof *local);
+    float *part = (float *)ft_host_alloc(m->ctx, (size_t)n * sizeof *part);
+    if (!local || !part) return FT_ERR_OOM;
+    if (m->stage == p->stage) FT_TRY(export_part(m->zero, p->pack, p->first_elem, n, local));
+    for (int t = 0; t < (p->cut == FT_TP_WHOLE ? 1 : m->tp_size); t++) {
+        ft_tp_slice slice;
+        FT_TRY(ft_tp_slice_make(p->cut, m->tp_size, t, p->name, p->shape[0], p->shape[1], &slice));
+        memcpy(part, local, (size_t)n * sizeof *part);
+        FT_TRY(ft__llama_broadcast(m, p->stage * dp * m->tp_size + t, n, part));
+        if (values) ft_tp_slice_paste(&slice, sizeof *values, part, values);
+    }
+    ft_host_free(m->ctx, part);
+    ft_host_free(m->ctx, local);
+    return FT_OK;
+}
+
 FT_API ft_status ft_llama_export(ft_llama *m, const ft_llama_param *p, float *values)
 {
     FT_TRY(ft__llama_check_param(m, "ft_llama_export", p));
-    return ft_zero_export(m->zero, p->pack, p->first_elem, p->shape[0] * p->shape[1], values);
+    return ft__llama_collect(m, p, ft_zero_export, values);
+}
+
+FT_API ft_status ft_llama_export_grad(ft_llama *m, const ft_llama_param *p, float *values)
+{
+    FT_TRY(ft__llama_check_param(m, "ft_llama_export_grad", p));
+    return ft__llama_collect(m, p, ft_zero_export_grad, values);
 }
 
 FT_API ft_status ft_llama_import(ft_llama *m, const ft_llama_param *p, const float *values)
 {
     FT_TRY(ft__llama_check_param(m, "ft_llama_import", p));
     if (!values) return ft_error(FT_ERR_ARG, "ft_llama_import: %s: values is NULL", p->name);
-    return ft_zero_import(m->zero, p->pack, p->first_elem, p->shape[0] * p->shape[1], values);
-}
-
-FT_API ft_status ft_llama_export_grad(ft_llama *m, const ft_llama_param *p, float *values)
-{
-    FT_TRY(ft__llama_check_param(m, "ft_llama_export_grad", p));
-    return ft_zero_export_grad(m->zero, p->pack, p->first_elem, p->shape[0] * p->shape[1], values);
+    int64_t n = p->slice.local_rows * p->slice.local_cols;
+    ft_tensor *to[2];
+    to[0] = p->pack;
+    to[1] = p->twin;
+    float *local = (float *)ft_host_alloc(m->ctx, (size_t)n * sizeof *local);
+    if (!local) return FT_ERR_OOM;
+    ft_tp_slice_cut(&p->slice, sizeof *local, values, local);
+    for (int k = 0; k < 2; k++)
+        if (to[k]) FT_TRY(ft_zero_import(m->zero, to[k], k ? 0 : p->first_elem, n, local));
+    ft_host_free(m->ctx, local);
+    return FT_OK;
 }
 
 static uint64_t ft__llama_fnv_floats(uint64_t hash, const float *values, int64_t n)
@@ -858,10 +1165,15 @@ static uint64_t ft__llama_fnv_floats(uint64_t hash, const float *values, int64_t
     return hash;
 }
 
+/* On one copy of the model pieces of bounded size are exported, elsewhere one tensor at a time. */
 FT_API ft_status ft_llama_hash(ft_llama *m, uint64_t *hash)
 {
-    const int64_t most = 65536; /* elements at a time, the same on all ranks */
     if (!m || !hash) return ft_error(FT_ERR_ARG, "ft_llama_hash: model or hash is NULL");
+    int whole = m->tp_size == 1 && m->P == 1;
+    int64_t most = 65536; /* elements at a time, the same on all ranks */
+    for (int i = 0; i < m->n_params && !whole; i++)
+        if (m->params[i].shape[0] * m->params[i].shape[1] > most)
+            most = m->params[i].shape[0] * m->params[i].shape[1];
     float *values = (float *)ft_host_alloc(m->ctx, (size_t)most * sizeof *values);
     if (!values) return FT_ERR_OOM;
     uint64_t h = ft__llama_fnv_begin();
@@ -870,7 +1182,8 @@ FT_API ft_status ft_llama_hash(ft_llama *m, uint64_t *hash)
         int64_t total = p->shape[0] * p->shape[1];
         for (int64_t at = 0; at < total; at += most) {
             int64_t n = total - at < most ? total - at : most;
-            FT_TRY(ft_zero_export(m->zero, p->pack, p->first_elem + at, n, values));
+            if (whole) FT_TRY(ft_zero_export(m->zero, p->pack, p->first_elem + at, n, values));
+            else FT_TRY(ft__llama_collect(m, p, ft_zero_export, values));
             h = ft__llama_fnv_floats(h, values, n);
         }
     }

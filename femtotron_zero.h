@@ -218,6 +218,9 @@ FT_API ft_status ft_zero_param(ft_zero *zero, const char *name, int ndim, const 
                                int flags, ft_tensor **param);
 /* Adds a parameter to the open unit. The tensor is a view into the unit: usable in ops while the
    unit is gathered. */
+FT_API ft_status ft_zero_break(ft_zero *zero);
+/* The units so far are one stretch of forward (a pipeline stage's chunk): nothing is fetched ahead from
+   one stretch into the next. */
 FT_API ft_status ft_zero_share(ft_zero *zero, int unit, ft_group *group);
 /* The unit exists on every rank of `group` (the stages that hold a tied embedding): its gradients are
    summed over the group once a step, in ft_zero_step_end, so that the copies stay equal; the group's
@@ -247,11 +250,7 @@ FT_API ft_status ft_zero_get_shard(ft_zero *zero, int unit, ft_tensor **shard);
 
 /* What a model calls: a region is the stretch of forward in which a unit's ops run. Backward of the
    same stretch gathers (if a backward or replay in it reads weights), releases and reduces. */
-enum {
-    FT_ZERO_KEEP = 1,       /* backward follows at once: do not release in between */
-    FT_ZERO_NO_PREFETCH = 2 /* what comes next is not the next unit: fetch nothing ahead (the end of a
-                               pipeline stage's chunk) */
-};
+enum { FT_ZERO_KEEP = 1 }; /* backward follows at once: do not release in between */
 FT_API ft_status ft_zero_enter(ft_zero *zero, int unit, int flags);
 FT_API ft_status ft_zero_leave(ft_zero *zero, int unit);
 
@@ -348,6 +347,7 @@ typedef struct ft__zero_unit {
     int backwards;        /* micro-batches whose backward of this unit is over */
     int reduced;          /* reductions queued in this step */
     int shared;           /* [H2] the replicas' sum is queued */
+    int last;             /* of its stretch (ft_zero_break) */
     ft_group *share;      /* [P2] ranks of other stages with a copy of this unit; NULL: none */
     ft_event gather_done, reduce_done;
 } ft__zero_unit;
@@ -777,6 +777,14 @@ FT_API ft_status ft_zero_unit(ft_zero *zero, const char *name, int *unit)
     memset(u, 0, sizeof *u);
     strncpy(u->name, name, sizeof u->name - 1);
     *unit = zero->n_units++;
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_break(ft_zero *zero)
+{
+    if (zero->committed || !zero->n_units)
+        return ft_error(FT_ERR_STATE, "ft_zero_break comes after a unit and before ft_zero_commit");
+    zero->units[zero->n_units - 1].last = 1;
     return FT_OK;
 }
 
@@ -1488,8 +1496,10 @@ static int ft__unit_need(const ft__zero_unit *u)
 static ft_status ft__prefetch_forward(ft_zero *z, int unit)
 {
     if (!z->shards_weights) return FT_OK;
-    for (int i = 1; i <= z->config.prefetch && unit + i < z->n_units; i++)
+    for (int i = 1; i <= z->config.prefetch && unit + i < z->n_units; i++) {
+        if (z->units[unit + i - 1].last) break;
         FT_TRY(ft__unit_fetch(z, unit + i));
+    }
     return FT_OK;
 }
 
@@ -1517,7 +1527,7 @@ FT_API ft_status ft_zero_enter(ft_zero *zero, int unit, int flags)
                         "ft_zero_step_begin first, or end the tape to evaluate",
                         zero->units[unit].name);
     FT_TRY(ft_zero_gather(zero, unit));
-    if (!(flags & (FT_ZERO_KEEP | FT_ZERO_NO_PREFETCH))) FT_TRY(ft__prefetch_forward(zero, unit));
+    if (!(flags & FT_ZERO_KEEP)) FT_TRY(ft__prefetch_forward(zero, unit));
     zero->open[zero->n_open] = unit;
     zero->open_region[zero->n_open] = NULL;
     if (ft_tape_current(zero->ctx)) {

@@ -37,6 +37,7 @@ static void *limited_malloc(size_t n)
 #define FEMTOTRON_IMPLEMENTATION
 #include "femtotron.h"
 #include "femtotron_zero.h"
+#include "femtotron_tp.h"
 #include "femtotron_llama.h"
 #include "femtotron_io.h"
 
@@ -163,7 +164,7 @@ static int64_t token_at(int kind, int64_t p)
    one has a header (none of bytes). */
 static ft_io_data *open_stream(int kind, int n, int files)
 {
-    char names[64][32];
+    char names[64][48];
     const char *paths[64];
     int64_t tokens[256];
     char full[64][320];
@@ -303,7 +304,7 @@ static void files_of_one_width_are_one_stream(void **state)
             }
         }
         for (int f = 0; f < 6; f++) {
-            char name[32];
+            char name[48];
             int64_t in_file;
             snprintf(name, sizeof name, "stream-%d-6-%d", kind, f);
             for (int p = first[f]; p < first[f + 1]; p++) {
@@ -327,7 +328,7 @@ static void many_files_are_one_stream(void **state)
     static const char *paths[FILES];
     static int32_t tokens[FILES];
     for (int i = 0; i < FILES; i++) {
-        char name[32];
+        char name[48];
         const int64_t token = 60000 - 7 * i;
         snprintf(name, sizeof name, "many-%d", i);
         snprintf(names[i], sizeof names[i], "%s", write_shard(name, 1, i % 3 == 0, &token, 1));

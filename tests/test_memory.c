@@ -11,6 +11,7 @@
 #define FEMTOTRON_IMPLEMENTATION
 #include "femtotron.h"
 #include "femtotron_zero.h"
+#include "femtotron_tp.h"
 #include "femtotron_llama.h"
 
 #include <setjmp.h>

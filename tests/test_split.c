@@ -7,6 +7,7 @@
 #define FEMTOTRON_IMPLEMENTATION
 #include "femtotron.h"
 #include "femtotron_zero.h"
+#include "femtotron_tp.h"
 #include "femtotron_llama.h"
 #include "train_harness.h"
 

@@ -25,6 +25,7 @@ static void *nan_malloc(size_t bytes)
 #define FEMTOTRON_IMPLEMENTATION
 #include "femtotron.h"
 #include "femtotron_zero.h"
+#include "femtotron_tp.h"
 #include "femtotron_llama.h"
 #include "train_harness.h"
 

@@ -19,15 +19,26 @@ out=build/compile
 rm -rf "$out"
 mkdir -p "$out" || exit 1
 
-headers="femtotron.h femtotron_zero.h femtotron_llama.h femtotron_io.h"
+# What each header builds on, and in this order they are included.
 bases() {
     case $1 in
-    femtotron.h) ;;
-    femtotron_zero.h) echo femtotron.h ;;
-    femtotron_llama.h) echo femtotron.h femtotron_zero.h ;;
-    femtotron_io.h) echo femtotron.h ;;
+    femtotron_llama.h) echo femtotron.h femtotron_zero.h femtotron_tp.h ;;
+    femtotron_?*.h) echo femtotron.h ;;
     esac
 }
+headers=''
+for header in femtotron.h femtotron_zero.h femtotron_tp.h femtotron_pp.h femtotron_llama.h \
+    femtotron_io.h; do
+    [ -f $header ] && headers="$headers $header"
+done
+for header in femtotron*.h; do
+    case "$headers " in
+    *" $header "*) ;;
+    *)
+        echo "error: tests/compile/check.sh does not know what $header builds on"
+        exit 1 ;;
+    esac
+done
 
 warnings="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wvla -Werror"
 passed=0 failed=0
@@ -216,6 +227,30 @@ for implementer in $all_compilers; do
     for user in $all_compilers; do
         check "implementation by $implementer, user by $user" linked $implementer $user
     done
+done
+
+# Every header has a macro of its own: the implementations in as many units, each compiled by another
+# compiler than the one before.
+objects='' others="$c_compilers $cpp_compilers"
+for header in $headers; do
+    name=$(basename "$header" .h)
+    part=$(echo "${name#femtotron}" | tr -d _ | tr '[:lower:]' '[:upper:]')
+    {
+        echo "#define FEMTOTRON_${part:-CORE}_IMPLEMENTATION"
+        include_lines $(bases "$header") "$header"
+    } >"$out/${name}_part.c"
+    set -- $others
+    compiler=$1
+    shift
+    others="$* $compiler"
+    check "$header, its own macro, $compiler" \
+        compile $compiler "$out/${name}_part.c" "$out/${name}_part.o"
+    objects="$objects $out/${name}_part.o"
+done
+linker=$(echo "$cpp_compilers $c_compilers" | awk '{ print $1 }')
+parts_linked() { $linker $objects "$out/use-$user.o" -o "$out/linked" -lm -lpthread && "$out/linked"; }
+for user in $c_compilers $cpp_compilers; do
+    check "every implementation in a unit of its own, user by $user" parts_linked
 done
 
 # --------------------------------------------------------------------------------------- examples
