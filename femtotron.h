@@ -29,6 +29,8 @@
                    OpenBLAS or another CBLAS is installed; link it. Single-threaded BLAS is asked for,
                    because every rank is a thread already.
      FT_MALLOC(n), FT_FREE(p)   host memory and the CPU device's storage. Default malloc and free.
+                   Called by many threads at once; NULL from FT_MALLOC becomes FT_ERR_OOM, and
+                   FT_FREE takes NULL.
      FT_API        linkage of public functions. Default: extern "C" where C++ is in use.
 
    ENVIRONMENT
@@ -652,7 +654,8 @@ typedef struct ft_sac_budget {
 } ft_sac_budget;
 
 FT_API ft_status ft_sac_fit(ft_sac_budget *budget);
-/* FT_ERR_OOM, naming the least that any policy needs, when nothing fits. */
+/* FT_ERR_OOM, naming the least that any policy needs, when nothing fits; the results are then those
+   of that policy. */
 
 typedef struct ft_flops {
     double forward, backward, replay; /* since launch; backward counted as twice the forward */
@@ -2453,6 +2456,7 @@ struct ft_storage {
 struct ft__memory {
     ft_mem_stats stats;
     int64_t moments;       /* allocations so far */
+    int64_t n_live;        /* storages booked now */
     ft_mem_event *events;
     int64_t n_events, cap_events;
 };
@@ -2500,19 +2504,25 @@ FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events)
     return ctx->memory->n_events;
 }
 
-static ft_status ft__timeline_add(ft_ctx *ctx, const ft_storage *st, int64_t delta)
+/* Room for an allocation, for its free, and for those of all that lives: no free is ever lost. */
+static ft_status ft__timeline_reserve(ft__memory *m)
+{
+    int64_t need = m->n_events + m->n_live + 2, cap = m->cap_events ? m->cap_events : 1024;
+    if (need <= m->cap_events) return FT_OK;
+    while (cap < need) cap *= 2;
+    ft_mem_event *grown = (ft_mem_event *)FT_MALLOC((size_t)cap * sizeof *grown);
+    if (!grown)
+        return ft_error(FT_ERR_OOM, "no host memory for a timeline of %lld events", (long long)cap);
+    if (m->events) memcpy(grown, m->events, (size_t)m->n_events * sizeof *grown);
+    if (m->events) FT_FREE(m->events);
+    m->events = grown;
+    m->cap_events = cap;
+    return FT_OK;
+}
+
+static void ft__timeline_add(ft_ctx *ctx, const ft_storage *st, int64_t delta)
 {
     ft__memory *m = ctx->memory;
-    if (m->n_events == m->cap_events) {
-        int64_t cap = m->cap_events ? 2 * m->cap_events : 1024;
-        ft_mem_event *grown = (ft_mem_event *)FT_MALLOC((size_t)cap * sizeof *grown);
-        if (!grown) return ft_error(FT_ERR_OOM, "no host memory for the timeline: %lld events",
-                                    (long long)cap);
-        if (m->events) memcpy(grown, m->events, (size_t)m->n_events * sizeof *grown);
-        if (m->events) FT_FREE(m->events);
-        m->events = grown;
-        m->cap_events = cap;
-    }
     ft_mem_event *e = &m->events[m->n_events++];
     e->delta_bytes = delta;
     e->live_bytes = m->stats.live_bytes;
@@ -2521,7 +2531,6 @@ static ft_status ft__timeline_add(ft_ctx *ctx, const ft_storage *st, int64_t del
     e->segment = ctx->where_segment;
     e->op = ctx->where_op ? ctx->where_op : "";
     e->phase = ctx->where_phase ? ctx->where_phase : "";
-    return FT_OK;
 }
 
 static void ft__account_peak(ft_ctx *ctx)
@@ -2553,20 +2562,24 @@ static ft_status ft__account_alloc(ft_ctx *ctx, ft_storage *st)
                         "a smaller micro-batch, more recomputation or a higher ZeRO stage would help",
                         st->accounted_bytes, ft_tag_name(st->tag),
                         ft__where_text(ctx), s->live_bytes, limit);
+    if (ctx->config.timeline) FT_TRY(ft__timeline_reserve(ctx->memory));
     s->live_bytes += st->accounted_bytes;
     s->live[st->tag] += st->accounted_bytes;
     if (s->live[st->tag] > s->highest[st->tag]) s->highest[st->tag] = s->live[st->tag];
     ctx->memory->moments++;
+    ctx->memory->n_live++;
     ft__account_peak(ctx);
     if (ctx->probe) ft__probe_live(ctx);
-    if (ctx->config.timeline) return ft__timeline_add(ctx, st, (int64_t)st->accounted_bytes);
+    if (ctx->config.timeline) ft__timeline_add(ctx, st, (int64_t)st->accounted_bytes);
     return FT_OK;
 }
 
 static ft_status ft__storage_create(ft_ctx *ctx, size_t bytes, ft_tag tag, ft_storage **out)
 {
     ft_storage *st = (ft_storage *)FT_MALLOC(sizeof *st);
-    if (!st) return ft_error(FT_ERR_OOM, "no host memory for a storage record");
+    if (!st)
+        return ft_error(FT_ERR_OOM, "no host memory for the record of %zu bytes for %s (%s)", bytes,
+                        ft__where_text(ctx), ft_tag_name(tag));
     memset(st, 0, sizeof *st);
     st->ctx = ctx;
     st->request_bytes = bytes;
@@ -2616,7 +2629,8 @@ static void ft__storage_release(ft_storage *st, ft_stream *last)
     ft_mem_stats *s = &ctx->memory->stats;
     s->live_bytes -= st->accounted_bytes;
     s->live[st->tag] -= st->accounted_bytes;
-    if (ctx->config.timeline) (void)ft__timeline_add(ctx, st, -(int64_t)st->accounted_bytes);
+    ctx->memory->n_live--;
+    if (ctx->config.timeline) ft__timeline_add(ctx, st, -(int64_t)st->accounted_bytes);
     if (st->block) {
         ft__free_task task;
         task.block = st->block;
@@ -5463,11 +5477,15 @@ static ft_status ft__shape_check(int ndim, const int64_t *shape)
 static ft_status ft__tensor_new(ft_ctx *ctx, ft_dtype dtype, int ndim, const int64_t *shape,
                                 ft_tensor **out)
 {
+    char text[160];
     FT_TRY(ft__shape_check(ndim, shape));
     if ((unsigned)dtype >= FT_DTYPE_COUNT)
         return ft_error(FT_ERR_ARG, "unknown dtype %d", (int)dtype);
     ft_tensor *t = (ft_tensor *)FT_MALLOC(sizeof *t);
-    if (!t) return ft_error(FT_ERR_OOM, "no host memory for a tensor record");
+    if (!t)
+        return ft_error(FT_ERR_OOM, "%s%sno host memory for the record of a %s tensor %s",
+                        ctx->where_op, *ctx->where_op ? ": " : "", ft_dtype_name(dtype),
+                        ft__shape_text(ndim, shape, text, sizeof text));
     memset(t, 0, sizeof *t);
     t->ctx = ctx;
     t->dtype = dtype;
@@ -6328,12 +6346,13 @@ FT_API ft_status ft_segment_begin(ft_ctx *ctx, const char *name, ft_sac sac)
     if ((unsigned)sac.kind > FT_SAC_MASK)
         return ft_error(FT_ERR_ARG, "segment %s: unknown recomputation policy %d", name,
                         (int)sac.kind);
+    if (tape)
+        FT_TRY(ft__grow((void **)&tape->segments, &tape->cap_segments, tape->n_segments,
+                        sizeof *tape->segments));
     ctx->segment_open = 1;
     ctx->where_segment_name = name;
     ctx->where_segment = tape ? tape->n_segments : -1;
     if (!tape) return FT_OK;
-    FT_TRY(ft__grow((void **)&tape->segments, &tape->cap_segments, tape->n_segments,
-                    sizeof *tape->segments));
     ft__segment *s = &tape->segments[tape->n_segments++];
     s->name = name;
     s->sac = sac;
@@ -6499,12 +6518,15 @@ static ft_status ft__deferred_run(ft_tensor *t)
 
 /* ---- gradients of values ---- */
 
+/* *out, often a tensor's ->grad, is set only when all went well. */
 static ft_status ft__grad_new(ft_tensor *like, ft_tag tag, ft_tensor **out)
 {
-    FT_TRY(ft__tensor_new(like->ctx, like->dtype, like->ndim, like->shape, out));
-    (*out)->name = "gradient";
-    ft_status status = ft_tensor_attach(*out, tag, ft__compute(like->ctx));
-    if (status != FT_OK) ft__tensor_destroy(*out);
+    ft_tensor *grad;
+    FT_TRY(ft__tensor_new(like->ctx, like->dtype, like->ndim, like->shape, &grad));
+    grad->name = "gradient";
+    ft_status status = ft_tensor_attach(grad, tag, ft__compute(like->ctx));
+    if (status != FT_OK) ft__tensor_destroy(grad);
+    else *out = grad;
     return status;
 }
 
@@ -6880,7 +6902,27 @@ static void ft__probe_begin(ft_ctx *ctx)
     ft__probe_live(ctx);
 }
 
-/* What the segment leaves behind. The hash covers ops, shapes and dtypes in their order. */
+static uint64_t ft__probe_mix(uint64_t hash, uint64_t value)
+{
+    return (hash ^ value) * 1099511628211u;
+}
+
+/* Equal for nodes that keep, replay and cost the same: the op, its constants, the sizes of what it
+   reads and makes, and which gradients it has (a frozen weight saves nothing). */
+static uint64_t ft__probe_node(uint64_t hash, const ft__node *node)
+{
+    const ft_op *row = node->row;
+    hash = ft__probe_mix(hash, (uint64_t)(uintptr_t)row);
+    hash = ft__probe_mix(hash, node->want);
+    for (int i = 0; i < 6; i++) hash = ft__probe_mix(hash, (uint64_t)node->attr.i[i]);
+    for (int i = 0; i < row->n_in; i++)
+        hash = ft__probe_mix(hash, node->in[i] ? (uint64_t)ft_bytes(node->in[i]) : 0);
+    for (int i = 0; i < row->n_out; i++)
+        hash = ft__probe_mix(hash, node->out[i] ? (uint64_t)ft_bytes(node->out[i]) : 0);
+    return hash;
+}
+
+/* What the segment leaves behind. */
 static void ft__probe_end(ft_ctx *ctx, const ft_tape *tape)
 {
     int s = ctx->where_segment;
@@ -6891,12 +6933,10 @@ static void ft__probe_end(ft_ctx *ctx, const ft_tape *tape)
     for (int n = 0; n < tape->n; n++) {
         const ft__node *node = &tape->nodes[n];
         if (!node->row || node->segment != s) continue;
+        hash = ft__probe_node(hash, node);
         for (int i = 0; i < node->row->n_out; i++) {
             const ft_tensor *o = node->out[i];
-            if (!o) continue;
-            if (o->storage && (o->need > 0 || o->held)) kept += o->storage->accounted_bytes;
-            hash = (hash ^ (uint64_t)(uintptr_t)node->row) * 1099511628211u;
-            hash = (hash ^ (uint64_t)ft_bytes(o)) * 1099511628211u;
+            if (o && o->storage && (o->need > 0 || o->held)) kept += o->storage->accounted_bytes;
         }
     }
     seg->shape_hash = hash;
@@ -7155,38 +7195,76 @@ static ft_status ft__sac_solve(ft_sac_budget *budget, const ft__probe_rank *refe
     return FT_OK;
 }
 
+typedef struct ft__solver { /* what a solution needs, and room for it */
+    ft_sac_budget *budget;
+    ft__probe *probe;
+    const ft__probe_rank *reference;
+    const int *class_of;
+    const ft__class *classes;
+    ft__label *labels;
+    int *n_labels;
+} ft__solver;
+
 /* Solve, run, and shrink the target while the run is over the budget. */
+static ft_status ft__sac_within(ft__solver *v, int *found)
+{
+    size_t bytes = v->budget->budget_bytes, target = bytes;
+    for (int turn = 0; turn < 32; turn++) {
+        FT_TRY(ft__sac_solve(v->budget, v->reference, v->class_of, v->classes, target, v->labels,
+                             v->n_labels, found));
+        if (!*found) return FT_OK;
+        FT_TRY(ft__probe_run(v->budget, v->probe, -1));
+        if (v->budget->peak_bytes <= bytes) return FT_OK;
+        *found = 0;
+        size_t excess = v->budget->peak_bytes - bytes;
+        if (excess >= target) return FT_OK;
+        target -= excess;
+    }
+    return FT_OK;
+}
+
+/* Nothing was found: the smallest target that has a solution, by halving; its run names the least. */
+static ft_status ft__sac_least(ft__solver *v)
+{
+    size_t none = 0, some = v->reference->peak_bytes, wanted = v->budget->budget_bytes;
+    int found;
+    while (some - none > FT_ALIGN_BYTES) {
+        size_t middle = none + (some - none) / 2;
+        FT_TRY(ft__sac_solve(v->budget, v->reference, v->class_of, v->classes, middle, v->labels,
+                             v->n_labels, &found));
+        if (found) some = middle;
+        else none = middle;
+    }
+    FT_TRY(ft__sac_solve(v->budget, v->reference, v->class_of, v->classes, some, v->labels,
+                         v->n_labels, &found));
+    FT_TRY(ft__probe_run(v->budget, v->probe, -1));
+    if (v->budget->peak_bytes <= wanted) return FT_OK;
+    return ft_error(FT_ERR_OOM, "no recomputation policy fits %zu bytes a rank: the least that any "
+                    "needs is %zu; take a smaller micro-batch, a higher ZeRO stage or a larger "
+                    "budget", wanted, v->budget->peak_bytes);
+}
+
 static ft_status ft__sac_search(ft_sac_budget *budget, ft__probe *probe,
                                 const ft__probe_rank *reference, const int *class_of,
                                 const ft__class *classes)
 {
-    size_t S = (size_t)budget->segments, target = budget->budget_bytes;
-    ft__label *labels = (ft__label *)FT_MALLOC((S + 1) * FT__MAX_LABELS * sizeof *labels);
-    int *n_labels = (int *)FT_MALLOC((S + 1) * sizeof *n_labels);
-    ft_status status = labels && n_labels ? FT_OK :
+    size_t S = (size_t)budget->segments;
+    ft__solver v;
+    v.budget = budget;
+    v.probe = probe;
+    v.reference = reference;
+    v.class_of = class_of;
+    v.classes = classes;
+    v.labels = (ft__label *)FT_MALLOC((S + 1) * FT__MAX_LABELS * sizeof *v.labels);
+    v.n_labels = (int *)FT_MALLOC((S + 1) * sizeof *v.n_labels);
+    ft_status status = v.labels && v.n_labels ? FT_OK :
                        ft_error(FT_ERR_OOM, "no host memory to search %zu segments", S);
     int found = 0;
-    for (int turn = 0; turn < 32 && status == FT_OK; turn++) {
-        status = ft__sac_solve(budget, reference, class_of, classes, target, labels, n_labels,
-                               &found);
-        if (status != FT_OK || !found) break;
-        status = ft__probe_run(budget, probe, -1);
-        if (status != FT_OK || budget->peak_bytes <= budget->budget_bytes) break;
-        found = 0;
-        size_t excess = budget->peak_bytes - budget->budget_bytes;
-        if (excess >= target) break;
-        target -= excess;
-    }
-    if (labels) FT_FREE(labels);
-    if (n_labels) FT_FREE(n_labels);
-    if (status != FT_OK || found) return status;
-    size_t wanted = budget->budget_bytes;
-    for (int s = 0; s < budget->segments; s++) budget->sac[s].kind = FT_SAC_FULL;
-    FT_TRY(ft__probe_run(budget, probe, -1));
-    if (budget->peak_bytes <= wanted) return FT_OK;
-    return ft_error(FT_ERR_OOM, "no recomputation policy fits %zu bytes a rank: full recomputation "
-                    "needs %zu; take a smaller micro-batch, a higher ZeRO stage or a larger budget",
-                    wanted, budget->peak_bytes);
+    if (status == FT_OK) status = ft__sac_within(&v, &found);
+    if (status == FT_OK && !found) status = ft__sac_least(&v);
+    if (v.labels) FT_FREE(v.labels);
+    if (v.n_labels) FT_FREE(v.n_labels);
+    return status;
 }
 
 static ft_status ft__sac_classes(ft_sac_budget *budget, ft__probe *probe,
@@ -7226,6 +7304,7 @@ static ft_status ft__sac_fit(ft_sac_budget *budget, ft__probe *probe, ft__probe 
     ft__probe_clear(kept);
     ft__probe_rank *reference = &kept->rank[rank];
     memcpy(reference->segment, probe->rank[rank].segment, (size_t)S * sizeof *reference->segment);
+    reference->peak_bytes = probe->rank[rank].peak_bytes;
     memcpy(reference->outside, probe->rank[rank].outside,
            (size_t)(S + 1) * sizeof *reference->outside);
     int *class_of = (int *)FT_MALLOC((size_t)S * sizeof *class_of);

@@ -66,6 +66,7 @@
             embedding's does not, so it is not gathered again.
      [Z3.4] The last region (FT_ZERO_KEEP) is not freed between forward and the backward that follows.
      [Z3.5] So at most 1 + prefetch units are gathered, and the one that a tied head shares.
+     [Z3.6] With keep_gathered a unit stays from its first gather of a step to the end of the step.
      [G1]   The first contribution to a parameter's gradient overwrites, later ones add.
      [G2]   A parameter without a contribution is zero at the reduction; a frozen one has no gradient,
             no optimizer state, and travels only as a weight.
@@ -154,6 +155,9 @@ typedef struct ft_zero_config {
     int prefetch;           /* stage 3: units gathered ahead of the running one; default 1 */
     ft_switch reduce_overlap; /* reduce a unit under the next one's backward; default on; costs one
                                more unit of gradients in stages 2 and 3 */
+    int keep_gathered;      /* stage 3: 1 keeps a unit from its first gather of a step to the step's end:
+                               one gather of P a step instead of up to 2 a micro-batch, for the memory of
+                               all gathered units (stage 2's). For pipelines with many micro-batches */
     ft_zero_dtype accumulate_dtype; /* of gradients from the first micro-batch to the update: SAME as
                                dtype, or F32. Set it with bf16 and many micro-batches: 2 bytes more for
                                each gradient kept (whole in stages 0, 1; shards in 2, 3) */
@@ -1006,7 +1010,7 @@ static uint64_t ft__zero_description(const ft_zero *z)
 {
     const ft_zero_config *c = &z->config;
     uint64_t hash = 1469598103934665603u;
-    int64_t options[9];
+    int64_t options[10];
     double numbers[2];
     options[0] = c->stage;
     options[1] = c->dtype;
@@ -1017,6 +1021,7 @@ static uint64_t ft__zero_description(const ft_zero *z)
     options[6] = z->D;
     options[7] = c->optimizer.n_state;
     options[8] = z->n_units;
+    options[9] = c->keep_gathered;
     numbers[0] = c->weight_decay;
     numbers[1] = c->grad_clip;
     hash = ft__zero_mix_bytes(hash, options, sizeof options);
@@ -1306,6 +1311,7 @@ FT_API ft_status ft_zero_release(ft_zero *zero, int unit)
     if (u->gathered < 1)
         return ft_error(FT_ERR_STATE, "unit %s is released but not gathered", u->name);
     if (--u->gathered > 0) return FT_OK;
+    if (zero->config.keep_gathered && zero->in_step) return FT_OK; /* [Z3.6] */
     return ft__unit_evict(zero, unit);
 }
 
@@ -1779,6 +1785,8 @@ static size_t ft__formula_gather(const ft_zero *z, int tied)
 {
     size_t most = 0, head = ft__unit_full_bytes(z, 0);
     if (!z->shards_weights) return 0;
+    for (int u = 0; u < z->n_units && z->config.keep_gathered; u++) most += ft__unit_full_bytes(z, u);
+    if (z->config.keep_gathered) return most;
     for (int u = 0; u < z->n_units; u++) {
         size_t window = 0;
         for (int i = 0; i <= z->config.prefetch; i++) window += ft__unit_full_bytes(z, u + i);
@@ -1859,7 +1867,8 @@ FT_API ft_status ft_zero_formula_get(const ft_zero *zero, int micro_batches, int
     out->grad_max = ft__formula_grad(zero, micro_batches, tied);
     out->reduce_sent = stage == 0 ? 2 * reduced : stage == 1 ? reduced : M * reduced;
     if (stage == 1 || stage == 2) out->gather_sent = trained;
-    if (stage == 3)
+    if (stage == 3 && zero->config.keep_gathered) out->gather_sent = weights;
+    else if (stage == 3)
         out->gather_sent = M * (2 * weights - ft__unit_wire(zero, last) -
                                 (tied ? 0 : ft__unit_wire(zero, 0)));
     return FT_OK;

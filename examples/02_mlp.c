@@ -4,6 +4,8 @@
    Run:    build/02_mlp
 
 @OUTPUT@
+@LESSON@
+
    LETTERS  N points, I inputs of a point, C hidden, V classes, L layers below the head.
 
    License: MIT, see LICENSE. */
@@ -14,35 +16,19 @@
 enum { N = 48, I = 3, C = 64, V = 3, L = 8, STEPS = 100 };
 static const double lr = 0.01, momentum = 0.9;
 
-/* values[n] = elements first..first+n-1 of weight "w0", "w1", ...: a function of these alone, so that
-   all ranks begin alike. Variance 2 / fan-in (He et al. 2015), random numbers from splitmix64. */
-static ft_status init(void *user, const char *name, int64_t first, int64_t n, float *values)
-{
-    int layer = name[1] - '0';
-    double limit = sqrt(6.0 / (layer == 0 ? I : C));
-    (void)user;
-    for (int64_t i = 0; i < n; i++) {
-        uint64_t z = (uint64_t)(layer * C * C + first + i + 1) * 0x9e3779b97f4a7c15u;
-        z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
-        z = (z ^ z >> 27) * 0x94d049bb133111ebu;
-        values[i] = (float)(limit * ((double)((z ^ z >> 31) >> 11) / 4503599627370496.0 - 1.0));
-    }
-    return FT_OK;
-}
-
-/* Points first..first+n-1 on V spiral arms, x [n,I], and the arm of each, labels [n]. */
-static ft_status data(ft_ctx *ctx, int64_t first, int64_t n, ft_tensor **x, ft_tensor **labels)
+/* Points first..first+n-1 of N on V spiral arms, x [n,I], and the arm of each, labels [n]. */
+static ft_status spirals(ft_ctx *ctx, int64_t first, int64_t n, ft_tensor **x, ft_tensor **labels)
 {
     float point[N][I];
     int32_t arm[N];
     int64_t shape[2] = { n, I };
     for (int64_t i = 0; i < n; i++) {
         arm[i] = (int32_t)((first + i) % V);
-        double radius = (double)((first + i) / V + 1) / (N / V);
+        double radius = (double)(first + i + 1) / N;
         double angle = 6.2831853 * arm[i] / V + 4.0 * radius;
         point[i][0] = (float)(radius * cos(angle));
         point[i][1] = (float)(radius * sin(angle));
-        point[i][2] = 1.0f; /* in place of a bias */
+        point[i][2] = 1.0f; /* its weights are the first layer's biases */
     }
     FT_TRY(ft_tensor_create(ctx, x, FT_F32, 2, shape, FT_TAG_OTHER));
     FT_TRY(ft_tensor_create(ctx, labels, FT_I32, 1, shape, FT_TAG_OTHER));
@@ -50,15 +36,15 @@ static ft_status data(ft_ctx *ctx, int64_t first, int64_t n, ft_tensor **x, ft_t
     return ft_upload(*labels, arm);
 }
 
-/* loss [1] = mean over points of -log softmax(logits)[label]. */
+/* loss [1] = the mean over all points of -log softmax(w[L] h)[label]. */
 static ft_status forward(ft_ctx *ctx, ft_tensor **w, ft_tensor *x, ft_tensor *labels,
                          ft_tensor **loss)
 {
     ft_tensor *h = x, *z;
     for (int l = 0; l < L; l++) {
-        FT_TRY(ft_linear(ctx, &z, h, w[l], NULL)); /* z [n,C] */
+        FT_TRY(ft_linear(ctx, &z, h, w[l], NULL)); /* z [N,C] */
         if (l > 0) ft_tensor_free(h);
-        FT_TRY(ft_gelu(ctx, &h, z));               /* h [n,C] */
+        FT_TRY(ft_gelu(ctx, &h, z));               /* h [N,C] */
         ft_tensor_free(z);
     }
     FT_TRY(ft_linear_cross_entropy(ctx, loss, h, w[L], labels, NULL, 0));
@@ -66,7 +52,7 @@ static ft_status forward(ft_ctx *ctx, ft_tensor **w, ft_tensor *x, ft_tensor *la
     return FT_OK;
 }
 
-/* v = momentum v + dw; w -= lr v. */
+/* v = momentum v + dw; w -= lr v; then dw is no longer needed. */
 static void sgd(ft_tensor *weight, ft_tensor *velocity)
 {
     float *w = ft_data(weight), *v = ft_data(velocity), *dw = ft_data(weight->grad);
@@ -74,53 +60,48 @@ static void sgd(ft_tensor *weight, ft_tensor *velocity)
         v[i] = (float)momentum * v[i] + dw[i];
         w[i] -= (float)lr * v[i];
     }
+    ft_tensor_free(weight->grad);
+    weight->grad = NULL;
 }
 
-/* Bytes of this rank: at the moment of the peak, and the highest of each tag at whatever moment. */
 static void print_costs(const ft_ctx *ctx)
 {
     ft_mem_stats m;
     ft_mem_get(ctx, &m);
-    printf("%-9s %8s %8s\n", "bytes", "at peak", "highest");
+    printf("peak      %7zu bytes, in %s; by tag, each one's own highest:\n", m.peak_bytes,
+           m.peak_where);
     for (int tag = 0; tag < FT_TAG_COUNT; tag++)
-        if (m.highest[tag])
-            printf("%-9s %8zu %8zu\n", ft_tag_name((ft_tag)tag), m.at_peak[tag], m.highest[tag]);
-    printf("%-9s %8zu in %s\n", "all", m.peak_bytes, m.peak_where);
+        if (m.highest[tag]) printf("%-9s %7zu\n", ft_tag_name((ft_tag)tag), m.highest[tag]);
 }
 
 static ft_status rank_main(ft_ctx *ctx, void *user)
 {
-    ft_tensor *w[L + 1], *v[L + 1]; /* w[0] [C,I], then [C,C], the head w[L] [V,C]; v like w */
+    ft_tensor *w[L + 1], *v[L + 1]; /* w[0] [C,I], then [C,C], the head w[L] [V,C]; v the same */
     ft_tensor *x, *labels, *loss;   /* [N,I], [N], [1] */
-    ft_stream *stream = ft_stream_get(ctx, FT_STREAM_COMPUTE);
     ft_tape *tape;
-    float values[C * C], value;
+    float values[C * C];
     (void)user;
     for (int l = 0; l <= L; l++) {
-        char name[3] = { 'w', (char)('0' + l), 0 };
         int64_t shape[2] = { l < L ? C : V, l > 0 ? C : I };
+        for (int i = 0; i < C * C; i++) /* sin(k^2) jumps about as a random number does */
+            values[i] = (float)(sqrt(4.0 / (double)shape[1]) * sin(pow(l * C * C + i, 2)));
         FT_TRY(ft_tensor_create(ctx, &w[l], FT_F32, 2, shape, FT_TAG_PARAM));
         FT_TRY(ft_tensor_create(ctx, &v[l], FT_F32, 2, shape, FT_TAG_OPTIM));
-        FT_TRY(init(NULL, name, 0, ft_numel(w[l]), values));
         FT_TRY(ft_upload(w[l], values));
-        FT_TRY(ft_fill(v[l], 0.0, stream));
+        FT_TRY(ft_fill(v[l], 0.0, ft_stream_get(ctx, FT_STREAM_COMPUTE)));
         w[l]->requires_grad = 1;
     }
-    FT_TRY(data(ctx, 0, N, &x, &labels));
+    FT_TRY(spirals(ctx, 0, N, &x, &labels));
     FT_TRY(ft_tape_create(ctx, &tape));
     for (int step = 1; step <= STEPS; step++) {
         FT_TRY(ft_tape_begin(tape));
         FT_TRY(forward(ctx, w, x, labels, &loss));
         FT_TRY(ft_tape_end(tape));
         FT_TRY(ft_backward(tape, loss, NULL));
-        FT_TRY(ft_download(loss, &value)); /* waits for the stream: sgd reads from the host */
+        FT_TRY(ft_download(loss, values)); /* also waits for backward: sgd reads on the host */
         ft_tensor_free(loss);
-        for (int l = 0; l <= L; l++) {
-            sgd(w[l], v[l]);
-            ft_tensor_free(w[l]->grad);
-            w[l]->grad = NULL;
-        }
-        if (step % 20 == 0 || step == 1) printf("step %3d  loss %.4f\n", step, value);
+        for (int l = 0; l <= L; l++) sgd(w[l], v[l]);
+        if (step % 25 == 0 || step == 1) printf("step %3d  loss %.4f\n", step, values[0]);
     }
     print_costs(ctx);
     return FT_OK;

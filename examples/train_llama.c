@@ -9,8 +9,8 @@
    can be checked, plans the memory by running one step on the device `meta`, then trains. Plan and
    run are the same function, rank_main(): only the device differs. Read train_step() first.
 
-   LETTERS  B batch (a micro-batch of one rank), T tokens of a sequence, V vocabulary, M
-   micro-batches of a step, R ranks. A step sees R * B * M sequences.
+   LETTERS  B batch (a micro-batch of one dp rank), T tokens of a sequence, V vocabulary, M
+   micro-batches of a step, R ranks = dp * tp * pp. A step sees dp * B * M sequences.
 
    License: MIT, see LICENSE. */
 
@@ -22,6 +22,7 @@
 #include "femtotron.h"
 #include "femtotron_zero.h"
 #include "femtotron_tp.h"
+#include "femtotron_pp.h"
 #include "femtotron_llama.h"
 #include "femtotron_io.h"
 
@@ -32,25 +33,37 @@
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 enum { EXIT_USAGE = 2 };
 
 /* -------------------------------------------------------------------------------------- options */
 
+typedef struct paths { const char *const *path; int n; } paths;
+
 typedef struct settings {
     int64_t device; /* ft_device */
-    int64_t dp, zero_stage, prefetch, reduce_overlap;
+    int64_t dp, tp, pp, sequence_parallel, schedule, virtual_stages;
+    const char *pp_layers; /* NULL: uniform */
+    int64_t zero_stage, prefetch, reduce_overlap, keep_gathered, shard_ranks;
+    int64_t accumulate_dtype, reduce_dtype; /* ft_zero_dtype */
     int64_t sac;          /* position in the words of --sac; SAC_BUDGET has sac_budget_bytes */
     int64_t sac_budget_bytes;
     int64_t micro_batch_size, micro_batches, seq_len;
     int64_t steps, warmup, seed;
-    double lr, weight_decay, grad_clip;
+    int64_t lr_schedule, lr_decay; /* ft_schedule; steps */
+    double lr, lr_floor, weight_decay, grad_clip;
+    int64_t optimizer;     /* position in the words of --optimizer */
+    double beta1, beta2, eps, momentum;
     int64_t dtype; /* ft_dtype */
     int64_t hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, tie_embeddings;
-    const char *const *data;
-    int n_data;
+    paths data, eval_data;
+    int64_t token_dtype;   /* ft_io_token */
+    int64_t eval_every;
     const char *log_path, *memory_json_path;
-    int64_t sample, hash, help;
+    int64_t sample, hash, verbose, help;
 } settings;
 
 enum { SAC_BUDGET = 3 }; /* the words before it are the ft_sac_kind of the same value */
@@ -61,6 +74,7 @@ typedef enum option_kind {
     TAKES_WORD,  /* one of `value`, separated by |; stored as its position */
     TAKES_SAC,   /* the same, or budget=BYTES */
     TAKES_PATH,
+    TAKES_TEXT,
     TAKES_PATHS, /* all words up to the next flag */
     TAKES_NONE,  /* stored as 1 */
     TAKES_SWITCH /* 1, also without a value */
@@ -84,6 +98,20 @@ static const option options[] = {
      "cpu trains. meta prints the plan of every rank's memory and traffic:\n"
      "any size of model, without storage, kernels or data"},
     {"--dp", TAKES_INT, "R", AT(dp), 1, 1024, "1", "data-parallel ranks, each a thread"},
+    {"--tp", TAKES_INT, "R", AT(tp), 1, 1024, "1",
+     "tensor-parallel ranks that share each layer; must divide heads, kv heads and\n"
+     "intermediate"},
+    {"--pp", TAKES_INT, "R", AT(pp), 1, 1024, "1",
+     "pipeline stages; the run has dp x tp x pp ranks"},
+    {"--sp", TAKES_SWITCH, "[0|1]", AT(sequence_parallel), 0, 0, NULL,
+     "sequence parallelism: norms and residuals on T/tp tokens of each tp rank"},
+    {"--schedule", TAKES_WORD, "1f1b|gpipe|interleaved|zb-h1", AT(schedule), 0, 0, "1f1b",
+     "order of the micro-batches' forwards and backwards over the stages"},
+    {"--virtual-stages", TAKES_INT, "V", AT(virtual_stages), 1, 26, "1",
+     "chunks of layers a stage has, with --schedule interleaved"},
+    {"--pp-layers", TAKES_TEXT, "N,N,...|balanced", AT(pp_layers), 0, 0, NULL,
+     "layers of each of the pp x V (virtual) stages; balanced counts embedding and head;\n"
+     "default: uniform"},
     {"--zero-stage", TAKES_INT, "0..3", AT(zero_stage), 0, 3, "0",
      "what the ranks shard: 0 nothing, 1 optimizer state, 2 and gradients,\n"
      "3 and parameters"},
@@ -95,6 +123,15 @@ static const option options[] = {
     {"--reduce-overlap", TAKES_WORD, "0|1", AT(reduce_overlap), 0, 0, "1",
      "1 reduces gradients under the next unit's backward and costs one more\n"
      "unit of them in stages 2 and 3"},
+    {"--keep-gathered", TAKES_WORD, "0|1", AT(keep_gathered), 0, 0, "0",
+     "ZeRO-3: 1 keeps gathered weights until the step ends: less traffic, more memory"},
+    {"--shard-ranks", TAKES_INT, "R", AT(shard_ranks), 0, 1024, "0",
+     "hybrid sharding: ZeRO shards over groups of R dp ranks and replicates across groups;\n"
+     "0: over all of dp"},
+    {"--accumulate-dtype", TAKES_WORD, "same|fp32", AT(accumulate_dtype), 0, 0, "same",
+     "of gradients between micro-batches; same as --dtype"},
+    {"--reduce-dtype", TAKES_WORD, "same|fp32|bf16", AT(reduce_dtype), 0, 0, "same",
+     "of gradients on the wire; same as --dtype"},
     {"--micro-batch-size", TAKES_INT, "B", AT(micro_batch_size), 1, MANY, "8",
      "sequences of a rank in a micro-batch"},
     {"--micro-batches", TAKES_INT, "M", AT(micro_batches), 1, 65536, "1",
@@ -104,6 +141,16 @@ static const option options[] = {
     {"--lr", TAKES_REAL, "LR", AT(lr), 0, 1000, "0.001", "learning rate after the warm-up"},
     {"--warmup", TAKES_INT, "N", AT(warmup), 0, 1000000000, "0",
      "steps in which the learning rate grows linearly to LR; then constant"},
+    {"--lr-schedule", TAKES_WORD, "constant|linear|cosine|wsd", AT(lr_schedule), 0, 0, "constant",
+     "what the learning rate does after the warm-up; wsd is constant, then linear"},
+    {"--lr-floor", TAKES_REAL, "LR", AT(lr_floor), 0, 1000, "0", "where it ends"},
+    {"--lr-decay", TAKES_INT, "N", AT(lr_decay), 0, 1000000000, "0",
+     "last steps of wsd, in which it falls to the floor"},
+    {"--optimizer", TAKES_WORD, "adamw|sgd", AT(optimizer), 0, 0, "adamw", "the update"},
+    {"--beta1", TAKES_REAL, "B", AT(beta1), 0, 1, "0.9", "AdamW's decay of the first moment"},
+    {"--beta2", TAKES_REAL, "B", AT(beta2), 0, 1, "0.95", "and of the second"},
+    {"--eps", TAKES_REAL, "E", AT(eps), 0, 1, "1e-8", "AdamW's epsilon"},
+    {"--momentum", TAKES_REAL, "M", AT(momentum), 0, 1, "0.9", "of SGD"},
     {"--weight-decay", TAKES_REAL, "W", AT(weight_decay), 0, 1000, "0.1",
      "AdamW's decay of matrices (of norms and biases never); 0: none"},
     {"--grad-clip", TAKES_REAL, "C", AT(grad_clip), 0, 1000000000, "1",
@@ -114,6 +161,12 @@ static const option options[] = {
      "of initial weights, of the order of the data, and of the sample"},
     {"--data", TAKES_PATHS, "FILE...", AT(data), 0, 0, NULL,
      "what to train on: the bytes of any files, in this order"},
+    {"--token-dtype", TAKES_WORD, "bytes|uint16|uint32", AT(token_dtype), 0, 0, "bytes",
+     "what the data files hold: bytes, or token shards (raw, or with llm.c's header)"},
+    {"--eval-data", TAKES_PATHS, "FILE...", AT(eval_data), 0, 0, NULL,
+     "files to validate on, of the same kind as --data"},
+    {"--eval-every", TAKES_INT, "N", AT(eval_every), 0, 1000000000, "0",
+     "steps between validations; 0: only after the last step"},
     {"--hidden", TAKES_INT, "C", AT(hidden), 1, MANY, "128", "width of the model"},
     {"--layers", TAKES_INT, "L", AT(layers), 1, 65536, "4", "decoder layers"},
     {"--heads", TAKES_INT, "H", AT(heads), 1, MANY, "4", "query heads"},
@@ -135,6 +188,8 @@ static const option options[] = {
      "after training, bytes to generate (temperature 0.8)"},
     {"--hash", TAKES_NONE, "", AT(hash), 0, 0, NULL,
      "print a hash of all fp32 weights, the same for every layout"},
+    {"--verbose", TAKES_NONE, "", AT(verbose), 0, 0, NULL,
+     "print the mesh, each stage's layers and a drawing of the schedule"},
     {"--help", TAKES_NONE, "", AT(help), 0, 0, NULL, "print this and exit"},
 };
 
@@ -236,6 +291,10 @@ static int parse_value(const option *opt, const char *text, settings *set) {
     case TAKES_REAL: return parse_real(opt, text, (double *)(void *)field);
     case TAKES_WORD: return parse_word(opt, text, int_field(set, opt->offset));
     case TAKES_SAC: return parse_sac(opt, text, set);
+    case TAKES_TEXT:
+        if (text[0] == '\0') return bad("%s needs a value", opt->name);
+        *(const char **)(void *)field = text;
+        return 1;
     case TAKES_PATH:
         if (text[0] == '\0') return bad("%s needs the name of a file", opt->name);
         *(const char **)(void *)field = text;
@@ -256,8 +315,9 @@ static int parse_option(const option *opt, int argc, char **argv, int *next, set
     if (*next >= argc || is_flag(argv[*next]))
         return bad("%s needs a value: %s", opt->name, opt->value);
     if (opt->kind != TAKES_PATHS) return parse_value(opt, argv[(*next)++], set);
-    set->data = (const char *const *)(argv + *next);
-    for (set->n_data = 0; *next < argc && !is_flag(argv[*next]); (*next)++) set->n_data++;
+    paths *list = (paths *)(void *)((char *)set + opt->offset);
+    list->path = (const char *const *)(argv + *next);
+    for (list->n = 0; *next < argc && !is_flag(argv[*next]); (*next)++) list->n++;
     return 1;
 }
 
@@ -310,7 +370,9 @@ typedef struct job {
     const settings *set;
     ft_llama_config model;
     const ft_sac *sac;            /* [layers] */
+    const int64_t *first_layer;   /* [pp V + 1] */
     const ft_io_sampler *sampler; /* NULL in a plan: there tokens have no values */
+    const ft_io_eval *eval;       /* NULL: no validation */
     int64_t steps;
     rank_result *results;         /* [R] */
     ft_io_log *log;
@@ -319,7 +381,7 @@ typedef struct job {
     int64_t prompt;
     int line_open;                /* the live line is not ended yet */
     ft_zero_report report;
-    double first_loss, seconds;
+    double first_loss, eval_loss, seconds;
     uint64_t hash;
 } job;
 
@@ -328,9 +390,16 @@ typedef struct trainer { /* what a rank has */
     job *work;
     ft_zero *zero;
     ft_llama *model;
-    ft_tape *tape;
-    ft_tensor *tokens, *labels;           /* int32 [B,T] */
-    int32_t *host_tokens, *host_labels;
+    ft_mesh mesh;
+    ft_tp *tp;
+    ft_pp *pipeline, *eval_pipeline;
+    ft_pp_program program, eval_program;
+    ft_tensor *scale;                     /* of the step's loss */
+    ft_group *world;
+    int32_t *host_tokens, *host_labels;   /* [B,T] */
+    int64_t step, eval_batch;             /* at work */
+    double eval_sum;                      /* of the losses of this rank's counted tokens */
+    int64_t eval_counted;
 } trainer;
 
 static double now_s(void) {
@@ -341,75 +410,191 @@ static double now_s(void) {
 
 static double mib(size_t bytes) { return (double)bytes / (1024.0 * 1024.0); }
 
+static int rank_count(const settings *set) { return (int)(set->dp * set->tp * set->pp); }
+
 static int64_t tokens_of_step(const settings *set) {
     return set->dp * set->micro_batch_size * set->micro_batches * set->seq_len;
 }
 
 /* ------------------------------------------------------------------------------------- training */
 
-static ft_status trainer_create(trainer *t) {
-    const settings *set = t->work->set;
+static ft_zero_config zero_config(const settings *set) {
     ft_zero_config config = ft_zero_config_default();
-    ft_mesh mesh;
-    int64_t shape[2];
-    size_t bytes = (size_t)(set->micro_batch_size * set->seq_len) * sizeof(int32_t);
-    shape[0] = set->micro_batch_size;
-    shape[1] = set->seq_len;
     config.stage = (int)set->zero_stage;
     config.dtype = (ft_dtype)set->dtype;
     config.prefetch = (int)set->prefetch;
     config.reduce_overlap = set->reduce_overlap ? FT_ON : FT_OFF;
+    config.keep_gathered = (int)set->keep_gathered;
+    config.shard_ranks = (int)set->shard_ranks;
+    config.accumulate_dtype = (ft_zero_dtype)set->accumulate_dtype;
+    config.reduce_dtype = (ft_zero_dtype)set->reduce_dtype;
+    config.optimizer = set->optimizer ? ft_zero_sgd(set->momentum, 0)
+                                      : ft_zero_adamw(set->beta1, set->beta2, set->eps);
     config.weight_decay = set->weight_decay;
     config.grad_clip = set->grad_clip;
-    FT_TRY(ft_mesh_create(t->ctx, (int)set->dp, 1, 1, &mesh));
-    FT_TRY(ft_zero_create(t->ctx, &config, &mesh, &t->zero));
-    FT_TRY(ft_llama_create(t->ctx, t->zero, &t->work->model, set->seq_len, (uint64_t)set->seed,
-                           &t->model));
-    FT_TRY(ft_tape_create(t->ctx, &t->tape));
-    FT_TRY(ft_tensor_create(t->ctx, &t->tokens, FT_I32, 2, shape, FT_TAG_OTHER));
-    FT_TRY(ft_tensor_create(t->ctx, &t->labels, FT_I32, 2, shape, FT_TAG_OTHER));
+    return config;
+}
+
+static ft_pp_config pipeline_config(const settings *set) {
+    ft_pp_config config = ft_pp_config_default();
+    config.kind = (ft_pp_kind)set->schedule;
+    config.ranks = (int)set->pp;
+    config.chunks = (int)set->virtual_stages;
+    config.micro_batches = (int)set->micro_batches;
+    return config;
+}
+
+/* A batch as device tensors [B,T], from the host arrays; the tape keeps them as long as it needs. */
+static ft_status upload_batch(trainer *t, ft_tensor **tokens, ft_tensor **labels) {
+    int64_t shape[2];
+    shape[0] = t->work->set->micro_batch_size;
+    shape[1] = t->work->set->seq_len;
+    FT_TRY(ft_tensor_create(t->ctx, tokens, FT_I32, 2, shape, FT_TAG_OTHER));
+    FT_TRY(ft_tensor_create(t->ctx, labels, FT_I32, 2, shape, FT_TAG_OTHER));
+    if (!t->work->sampler) return FT_OK; /* a plan */
+    FT_TRY(ft_upload(*tokens, t->host_tokens));
+    return ft_upload(*labels, t->host_labels);
+}
+
+/* Forward of one chunk of layers for one micro-batch: what the pipeline's runner calls. */
+static ft_status forward(void *user, int chunk, int micro_batch, ft_tensor *x, ft_tensor **out) {
+    trainer *t = (trainer *)user;
+    const settings *set = t->work->set;
+    ft_tensor *tokens, *labels;
+    if (t->work->sampler)
+        FT_TRY(ft_io_sampler_fill(t->work->sampler, t->step, t->mesh.coord[FT_AXIS_DP],
+                                  (int)set->dp, micro_batch, (int)set->micro_batches,
+                                  t->host_tokens, t->host_labels));
+    FT_TRY(upload_batch(t, &tokens, &labels));
+    FT_TRY(ft_llama_chunk(t->model, chunk, tokens, labels, t->scale, t->work->sac, x, out));
+    ft_tensor_free(tokens);
+    ft_tensor_free(labels);
+    return FT_OK;
+}
+
+/* Backward computes the loss together with its gradient: before it, loss has no value. */
+static ft_status add_loss(void *user, int micro_batch, ft_tensor *loss) {
+    (void)micro_batch;
+    return ft_zero_add_loss(((trainer *)user)->zero, loss);
+}
+
+static ft_status eval_forward(void *user, int chunk, int micro_batch, ft_tensor *x,
+                              ft_tensor **out) {
+    trainer *t = (trainer *)user;
+    ft_tensor *tokens, *labels;
+    (void)micro_batch;
+    if (t->work->sampler)
+        FT_TRY(ft_io_eval_fill(t->work->eval, t->eval_batch, t->mesh.coord[FT_AXIS_DP],
+                               t->host_tokens, t->host_labels, &t->eval_counted));
+    FT_TRY(upload_batch(t, &tokens, &labels));
+    FT_TRY(ft_llama_chunk(t->model, chunk, tokens, labels, NULL, NULL, x, out));
+    ft_tensor_free(tokens);
+    ft_tensor_free(labels);
+    return FT_OK;
+}
+
+/* tp ranks have the same loss: one of them counts it. */
+static ft_status eval_loss(void *user, int micro_batch, ft_tensor *loss) {
+    trainer *t = (trainer *)user;
+    float mean = 0;
+    (void)micro_batch;
+    FT_TRY(ft_download(loss, &mean));
+    if (t->mesh.coord[FT_AXIS_TP] == 0) t->eval_sum += (double)mean * (double)t->eval_counted;
+    return FT_OK;
+}
+
+static ft_status pipeline_create(trainer *t) {
+    const settings *set = t->work->set;
+    ft_pp_config config = pipeline_config(set);
+    ft_pp_program *p = &t->program;
+    FT_TRY(ft_pp_create(t->ctx, &t->mesh, &config, &t->pipeline));
+    p->forward = forward;
+    p->loss = add_loss;
+    p->user = t;
+    p->dtype = (ft_dtype)set->dtype;
+    FT_TRY(ft_llama_boundary(t->model, set->micro_batch_size, set->seq_len, &p->ndim, p->shape));
+    if (!t->work->eval) return FT_OK;
+    t->eval_program = *p;
+    t->eval_program.forward = eval_forward;
+    t->eval_program.loss = eval_loss;
+    config.micro_batches = 1;
+    config.forward_only = 1;
+    return ft_pp_create(t->ctx, &t->mesh, &config, &t->eval_pipeline);
+}
+
+static ft_status trainer_create(trainer *t) {
+    const settings *set = t->work->set;
+    ft_zero_config config = zero_config(set);
+    ft_llama_layout layout;
+    size_t bytes = (size_t)(set->micro_batch_size * set->seq_len) * sizeof(int32_t);
+    FT_TRY(ft_mesh_create(t->ctx, (int)set->dp, (int)set->tp, (int)set->pp, &t->mesh));
+    if (set->tp > 1)
+        FT_TRY(ft_tp_create(t->ctx, &t->mesh, (int)set->sequence_parallel, &t->tp));
+    FT_TRY(ft_zero_create(t->ctx, &config, &t->mesh, &t->zero));
+    memset(&layout, 0, sizeof layout);
+    layout.mesh = t->mesh;
+    layout.tp = t->tp;
+    layout.chunks = (int)set->virtual_stages;
+    layout.first_layer = t->work->first_layer;
+    FT_TRY(ft_llama_create_part(t->ctx, t->zero, &t->work->model, &layout, set->seq_len,
+                                (uint64_t)set->seed, &t->model));
+    FT_TRY(pipeline_create(t));
     if (!t->work->sampler) return FT_OK;
     t->host_tokens = (int32_t *)ft_host_alloc(t->ctx, bytes);
     t->host_labels = (int32_t *)ft_host_alloc(t->ctx, bytes);
     return t->host_tokens && t->host_labels ? FT_OK : FT_ERR_OOM;
 }
 
-/* Rank r's B sequences of a micro-batch. One pair of tensors serves all: the copy waits, on the
-   compute stream, for the backward that read them. */
-static ft_status load_micro_batch(trainer *t, int64_t step, int micro_batch) {
-    const settings *set = t->work->set;
-    if (!t->work->sampler) return FT_OK;
-    FT_TRY(ft_io_sampler_fill(t->work->sampler, step, ft_rank(t->ctx), (int)set->dp, micro_batch,
-                              (int)set->micro_batches, t->host_tokens, t->host_labels));
-    FT_TRY(ft_upload(t->tokens, t->host_tokens));
-    return ft_upload(t->labels, t->host_labels);
-}
-
 /* One optimizer step. The number of tokens that count is known before the first forward and scales
-   the loss, so gradients are summed over micro-batches and ranks, never averaged. */
+   the loss, so gradients are summed over micro-batches and ranks, never averaged. The pipeline runs
+   the micro-batches; with one stage that is forward and backward in turn. */
 static ft_status train_step(trainer *t, int64_t step, double lr) {
     const settings *set = t->work->set;
     int64_t counted = set->micro_batch_size * set->micro_batches * set->seq_len;
-    int m, M = (int)set->micro_batches;
-    ft_tensor *scale, *loss;
-    FT_TRY(ft_zero_step_begin(t->zero, M, counted, &scale));
-    for (m = 0; m < M; m++) {
-        FT_TRY(load_micro_batch(t, step, m));
-        FT_TRY(ft_tape_begin(t->tape));
-        FT_TRY(ft_llama_loss(t->model, t->tokens, t->labels, scale, t->work->sac, &loss));
-        FT_TRY(ft_tape_end(t->tape));
-        /* Backward computes the loss together with its gradient: before it, loss has no value. */
-        FT_TRY(ft_backward(t->tape, loss, NULL));
-        FT_TRY(ft_zero_add_loss(t->zero, loss));
-        ft_tensor_free(loss);
-    }
+    t->step = step;
+    FT_TRY(ft_zero_step_begin(t->zero, (int)set->micro_batches, counted, &t->scale));
+    FT_TRY(ft_pp_run(t->pipeline, &t->program));
     return ft_zero_step_end(t->zero, lr);
 }
 
-/* Linear warm-up, then constant; the first step is not wasted on a rate of 0. */
-static double learning_rate(const settings *set, int64_t step) {
-    if (step + 1 >= set->warmup) return set->lr;
-    return set->lr * (double)(step + 1) / (double)set->warmup;
+static ft_lr learning_rate(const settings *set) {
+    ft_lr lr;
+    lr.schedule = (ft_schedule)set->lr_schedule;
+    lr.peak = set->lr;
+    lr.floor = set->lr_floor;
+    lr.warmup = set->warmup;
+    lr.decay = set->lr_decay;
+    lr.total = set->steps;
+    return lr;
+}
+
+/* The mean loss over all windows of the validation files, the same on every rank: the sums travel as
+   fp32 pairs, one pair a rank. A plan runs one batch. */
+static ft_status evaluate(trainer *t, double *loss) {
+    int64_t batches = t->work->sampler ? t->work->eval->batches : 1, pair = 2;
+    int64_t pairs = 2 * ft_world(t->ctx);
+    ft_stream *stream = ft_stream_get(t->ctx, FT_STREAM_COMPUTE);
+    ft_tensor *mine, *all;
+    float sums[2], *every = (float *)ft_host_alloc(t->ctx, (size_t)pairs * sizeof *every);
+    double sum = 0;
+    if (!every) return FT_ERR_OOM;
+    t->eval_sum = 0;
+    for (t->eval_batch = 0; t->eval_batch < batches; t->eval_batch++)
+        FT_TRY(ft_pp_run(t->eval_pipeline, &t->eval_program));
+    sums[0] = (float)t->eval_sum; /* high and low part: as exact as the double */
+    sums[1] = (float)(t->eval_sum - (double)sums[0]);
+    FT_TRY(ft_tensor_create(t->ctx, &mine, FT_F32, 1, &pair, FT_TAG_COMM));
+    FT_TRY(ft_tensor_create(t->ctx, &all, FT_F32, 1, &pairs, FT_TAG_COMM));
+    FT_TRY(ft_upload(mine, sums));
+    FT_TRY(ft_all_gather(t->world, stream, mine, all));
+    FT_TRY(ft_download(all, every));
+    ft_tensor_free(mine);
+    ft_tensor_free(all);
+    for (int64_t i = 0; i < pairs; i++) sum += (double)every[i];
+    ft_host_free(t->ctx, every);
+    *loss = t->work->sampler
+                ? sum / (double)(t->work->eval->windows * t->work->set->seq_len) : 0;
+    return FT_OK;
 }
 
 static void print_bar(const job *work, int64_t step) {
@@ -442,18 +627,43 @@ static ft_status report_step(job *work, const trainer *t, int64_t step, double l
     return ft_io_log_end(work->log);
 }
 
+static ft_status report_eval(job *work, int64_t step, double loss) {
+    work->eval_loss = loss;
+    if (work->line_open) putchar('\n');
+    work->line_open = 0;
+    printf("step %lld/%lld | validation loss %.4f\n", (long long)step, (long long)work->steps, loss);
+    if (!work->log) return FT_OK;
+    ft_io_log_begin(work->log);
+    ft_io_log_int(work->log, "step", step);
+    ft_io_log_float(work->log, "eval_loss", loss);
+    return ft_io_log_end(work->log);
+}
+
+static ft_status maybe_evaluate(trainer *t, int64_t step) {
+    job *work = t->work;
+    int64_t every = work->set->eval_every;
+    double loss;
+    if (!work->eval || (step != work->steps && (!every || step % every))) return FT_OK;
+    FT_TRY(evaluate(t, &loss));
+    if (!work->sampler || ft_rank(t->ctx) != 0) return FT_OK;
+    return report_eval(work, step, loss);
+}
+
 static ft_status train(trainer *t) {
     job *work = t->work;
+    ft_lr schedule = learning_rate(work->set);
     double begin = now_s();
     int64_t step;
     for (step = 0; step < work->steps; step++) {
-        double lr = learning_rate(work->set, step), step_begin = now_s();
+        double lr = ft_lr_at(&schedule, step), step_begin = now_s();
         ft_zero_report report;
         FT_TRY(train_step(t, step, lr));
         FT_TRY(ft_zero_report_get(t->zero, &report)); /* waits for the step to be over */
-        if (!work->sampler || ft_rank(t->ctx) != 0) continue;
-        work->report = report;
-        FT_TRY(report_step(work, t, step + 1, lr, now_s() - step_begin));
+        if (work->sampler && ft_rank(t->ctx) == 0) {
+            work->report = report;
+            FT_TRY(report_step(work, t, step + 1, lr, now_s() - step_begin));
+        }
+        FT_TRY(maybe_evaluate(t, step + 1));
     }
     if (ft_rank(t->ctx) == 0) work->seconds = now_s() - begin;
     return FT_OK;
@@ -555,6 +765,17 @@ static void print_sample(const job *work) {
 
 /* ---------------------------------------------------------------------------------------- ranks */
 
+static ft_status world_group(trainer *t) {
+    int n = ft_world(t->ctx), r;
+    ft_status status;
+    int *ranks = (int *)ft_host_alloc(t->ctx, (size_t)n * sizeof *ranks);
+    if (!ranks) return FT_ERR_OOM;
+    for (r = 0; r < n; r++) ranks[r] = r;
+    status = ft_group_create(t->ctx, "eval", n, ranks, &t->world);
+    ft_host_free(t->ctx, ranks);
+    return status;
+}
+
 static ft_status rank_main(ft_ctx *ctx, void *user) {
     job *work = (job *)user;
     uint64_t hash;
@@ -563,6 +784,7 @@ static ft_status rank_main(ft_ctx *ctx, void *user) {
     t.ctx = ctx;
     t.work = work;
     FT_TRY(trainer_create(&t));
+    if (work->eval) FT_TRY(world_group(&t));
     FT_TRY(train(&t));
     keep_result(&t);
     if (!work->sampler) return FT_OK;
@@ -577,7 +799,7 @@ static ft_status rank_main(ft_ctx *ctx, void *user) {
 
 static ft_status launch(job *work, ft_device device) {
     ft_config config = ft_config_default();
-    config.world = (int)work->set->dp;
+    config.world = rank_count(work->set);
     config.device = device;
     return ft_launch(&config, rank_main, work);
 }
@@ -710,8 +932,10 @@ static int planned_wrong(int ranks, const rank_result *plan, const rank_result *
 typedef struct program { /* what main() opens and must close */
     settings set;
     ft_llama_config model;
-    ft_io_data *data;
+    ft_io_data *data, *eval_data;
     ft_io_sampler sampler;
+    ft_io_eval eval;
+    int64_t *first_layer;       /* [pp V + 1] */
     ft_sac *sac;                /* [layers] */
     int32_t *text;              /* [prompt + N] */
     int64_t prompt;
@@ -744,6 +968,73 @@ static ft_status open_prompt(program *p) {
     return ft_io_data_read(p->data, 0, p->prompt, p->text);
 }
 
+/* Multiplications of a layer, and of the head, for one token: what stages are balanced by. */
+static double layer_cost(const ft_llama_config *m, int64_t T) {
+    double C = (double)m->hidden, D = (double)m->head_dim, H = (double)m->heads;
+    return (2 * H + 2 * (double)m->kv_heads) * D * C + 3 * C * (double)m->intermediate +
+           (double)T * H * D;
+}
+
+/* first_layer[pp V + 1] from --pp-layers. */
+static ft_status cut_layers(program *p) {
+    const settings *set = &p->set;
+    int stages = (int)(set->pp * set->virtual_stages), layers = (int)set->layers, i;
+    double *cost = (double *)calloc((size_t)layers, sizeof *cost);
+    ft_status status;
+    p->first_layer = (int64_t *)calloc((size_t)stages + 1, sizeof *p->first_layer);
+    if (!cost || !p->first_layer) {
+        free(cost);
+        return ft_error(FT_ERR_OOM, "no memory to cut %d layers in %d stages", layers, stages);
+    }
+    for (i = 0; i < layers; i++) cost[i] = layer_cost(&p->model, set->seq_len);
+    if (!set->pp_layers) status = ft_pp_layers_uniform(layers, stages, p->first_layer);
+    else if (strcmp(set->pp_layers, "balanced") == 0)
+        status = ft_pp_layers_balance(layers, cost, 0, (double)p->model.hidden *
+                                      (double)p->model.vocab, stages, p->first_layer);
+    else status = ft_pp_layers_parse(set->pp_layers, layers, stages, p->first_layer);
+    free(cost);
+    return status;
+}
+
+/* What the mesh can not do is refused before a rank starts. */
+static ft_status check_layout(program *p) {
+    const settings *set = &p->set;
+    ft_pp_config pipeline = pipeline_config(set);
+    ft_lr lr = learning_rate(set);
+    FT_TRY(ft_lr_check(&lr));
+    FT_TRY(ft_pp_check(&pipeline));
+    FT_TRY(cut_layers(p));
+    if (set->dp * set->tp > 4096 / set->pp)
+        return ft_error(FT_ERR_ARG, "dp %lld x tp %lld x pp %lld: at most 4096 ranks in one process",
+                        (long long)set->dp, (long long)set->tp, (long long)set->pp);
+    if (set->sequence_parallel && set->tp == 1)
+        return ft_error(FT_ERR_ARG, "--sp cuts tokens over tensor-parallel ranks: it needs --tp 2 or "
+                        "more");
+    if (set->sample && set->tp * set->pp > 1)
+        return ft_error(FT_ERR_UNSUPPORTED, "--sample needs a whole model on each rank: --tp 1 --pp 1");
+    if (set->eval_every && !set->eval_data.n)
+        return ft_error(FT_ERR_ARG, "--eval-every needs --eval-data");
+    return ft_tp_check((int)set->tp, (int)set->sequence_parallel, p->model.heads, p->model.kv_heads,
+                       p->model.intermediate, set->micro_batch_size, set->seq_len);
+}
+
+static ft_status open_data(program *p, int64_t batch) {
+    const settings *set = &p->set;
+    ft_io_token kind = (ft_io_token)set->token_dtype;
+    if (set->data.n > 0) {
+        FT_TRY(ft_io_data_open(set->data.path, set->data.n, kind, &p->data));
+        FT_TRY(ft_io_data_check_vocab(p->data, set->vocab));
+        FT_TRY(ft_io_sampler_init(&p->sampler, p->data, set->seq_len, batch * set->micro_batches,
+                                  (uint64_t)set->seed));
+        FT_TRY(open_prompt(p));
+    }
+    if (set->eval_data.n == 0) return FT_OK;
+    FT_TRY(ft_io_data_open(set->eval_data.path, set->eval_data.n, kind, &p->eval_data));
+    FT_TRY(ft_io_data_check_vocab(p->eval_data, set->vocab));
+    return ft_io_eval_init(&p->eval, p->eval_data, set->seq_len, (int)set->micro_batch_size,
+                           (int)set->dp, 0);
+}
+
 /* All that can be refused before a rank starts. */
 static ft_status open_inputs(program *p) {
     const settings *set = &p->set;
@@ -757,21 +1048,35 @@ static ft_status open_inputs(program *p) {
                         "micro-batch of tokens are at most %d", (long long)set->dp,
                         (long long)set->micro_batch_size, (long long)set->micro_batches,
                         (long long)set->seq_len, INT32_MAX);
-    if (set->n_data > 0) {
-        FT_TRY(ft_io_data_open(set->data, set->n_data, FT_IO_TOKEN_BYTE, &p->data));
-        FT_TRY(ft_io_data_check_vocab(p->data, set->vocab));
-        FT_TRY(ft_io_sampler_init(&p->sampler, p->data, set->seq_len, batch * set->micro_batches,
-                                  (uint64_t)set->seed));
-        FT_TRY(open_prompt(p));
-    }
+    FT_TRY(check_layout(p));
+    FT_TRY(open_data(p, batch));
     if (set->log_path && set->device == FT_CPU) FT_TRY(ft_io_log_open(set->log_path, 0, &p->log));
     if (set->memory_json_path) FT_TRY(ft_io_json_open(set->memory_json_path, &p->memory_json));
     p->sac = (ft_sac *)calloc((size_t)set->layers, sizeof *p->sac);
-    p->plan = (rank_result *)calloc((size_t)set->dp, sizeof *p->plan);
-    p->run = (rank_result *)calloc((size_t)set->dp, sizeof *p->run);
+    p->plan = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->plan);
+    p->run = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->run);
     if (!p->sac || !p->plan || !p->run)
-        return ft_error(FT_ERR_OOM, "no memory for the results of %lld ranks", (long long)set->dp);
+        return ft_error(FT_ERR_OOM, "no memory for the results of %d ranks", rank_count(set));
     return FT_OK;
+}
+
+/* Mesh, layers of each stage, the schedule. */
+static ft_status print_layout(const program *p) {
+    const settings *set = &p->set;
+    ft_pp_config config = pipeline_config(set);
+    ft_pp_schedule *schedule;
+    ft_status status;
+    int v, stages = (int)(set->pp * set->virtual_stages);
+    printf("mesh    rank = (pp %lld x dp + dp %lld) x tp + tp %lld, %d ranks\n", (long long)set->pp,
+           (long long)set->dp, (long long)set->tp, rank_count(set));
+    for (v = 0; v < stages; v++)
+        printf("stage   %d, chunk %d: layers %lld to %lld%s%s\n", v % (int)set->pp, v / (int)set->pp,
+               (long long)p->first_layer[v], (long long)p->first_layer[v + 1] - 1,
+               v == 0 ? ", embedding" : "", v == stages - 1 ? ", final norm and head" : "");
+    FT_TRY(ft_pp_schedule_create(&config, &schedule));
+    status = ft_pp_draw_file(schedule, NULL, 0, stdout);
+    ft_pp_schedule_free(schedule);
+    return status;
 }
 
 static void print_settings(const program *p) {
@@ -783,7 +1088,7 @@ static void print_settings(const program *p) {
            (long long)model->hidden, (long long)model->heads, (long long)model->kv_heads,
            (long long)model->head_dim, (long long)model->intermediate, (long long)model->vocab,
            model->tie_embeddings ? "tied" : "untied", thousands(ft_llama_param_total(model), text));
-    printf("batch   %lld ranks x %lld sequences x %lld micro-batches x %lld tokens = %s tokens a "
+    printf("batch   %lld dp ranks x %lld sequences x %lld micro-batches x %lld tokens = %s tokens a "
            "step\n", (long long)set->dp, (long long)set->micro_batch_size,
            (long long)set->micro_batches, (long long)set->seq_len,
            thousands(tokens_of_step(set), text));
@@ -792,12 +1097,14 @@ static void print_settings(const program *p) {
            set->sac == SAC_BUDGET ? "by budget" : set->sac == FT_SAC_FULL ? "full"
            : set->sac == FT_SAC_SELECTIVE ? "selective" : "none", (long long)set->prefetch,
            set->reduce_overlap ? "on" : "off", set->dtype == FT_BF16 ? "bf16" : "fp32");
-    printf("adamw   %lld steps, lr %g, warm-up %lld, decay %g, clip %g, seed %lld\n",
-           (long long)set->steps, set->lr, (long long)set->warmup, set->weight_decay,
-           set->grad_clip, (long long)set->seed);
+    printf("%s   %lld steps, lr %g %s, warm-up %lld, decay %g, clip %g, seed %lld\n",
+           set->optimizer ? "sgd  " : "adamw", (long long)set->steps, set->lr,
+           set->lr_schedule == FT_LR_LINEAR ? "linear" : set->lr_schedule == FT_LR_COSINE ? "cosine"
+           : set->lr_schedule == FT_LR_WSD ? "wsd" : "constant", (long long)set->warmup,
+           set->weight_decay, set->grad_clip, (long long)set->seed);
     if (p->data)
-        printf("data    %s bytes in %d files\n", thousands(ft_io_data_tokens(p->data), text),
-               set->n_data);
+        printf("data    %s %s in %d files\n", thousands(ft_io_data_tokens(p->data), text),
+               set->token_dtype ? "tokens" : "bytes", set->data.n);
 }
 
 static job job_create(program *p) {
@@ -806,6 +1113,8 @@ static job job_create(program *p) {
     work.set = &p->set;
     work.model = p->model;
     work.sac = p->sac;
+    work.first_layer = p->first_layer;
+    if (p->set.eval_data.n) work.eval = &p->eval;
     work.steps = 1;
     work.results = p->plan;
     return work;
@@ -825,7 +1134,7 @@ static ft_status choose_recompute(program *p, job *plan) {
     budget.segments = (int)p->set.layers;
     budget.budget_bytes = (size_t)p->set.sac_budget_bytes;
     budget.config = ft_config_default();
-    budget.config.world = (int)p->set.dp;
+    budget.config.world = rank_count(&p->set);
     budget.step = rank_main;
     budget.user = plan;
     budget.sac = p->sac;
@@ -844,13 +1153,13 @@ static ft_status make_plan(program *p) {
     begin = now_s();
     FT_TRY(launch(&plan, FT_META));
     printf("\nplan: bytes of each rank at its peak (one step on meta, %.2f s)\n", now_s() - begin);
-    FT_TRY(print_memory((int)p->set.dp, p->plan));
+    FT_TRY(print_memory(rank_count(&p->set), p->plan));
     fflush(stdout);
     return FT_OK;
 }
 
 static ft_status train_on_cpu(program *p) {
-    int ranks = (int)p->set.dp, wrong;
+    int ranks = rank_count(&p->set), wrong;
     ft_status status;
     job work = job_create(p);
     work.sampler = &p->sampler;
@@ -864,6 +1173,7 @@ static ft_status train_on_cpu(program *p) {
     status = launch(&work, FT_CPU);
     p->line_open = work.line_open;
     FT_TRY(status);
+    if (work.eval) printf("\nvalidation loss %.4f\n", work.eval_loss);
     printf("\ntrained %lld steps in %.1f s, %.0f tok/s: loss %.4f at first, %.4f at last (nats)\n",
            (long long)p->set.steps, work.seconds,
            (double)(tokens_of_step(&p->set) * p->set.steps) / work.seconds, work.first_loss,
@@ -885,7 +1195,7 @@ static ft_status train_on_cpu(program *p) {
 
 static ft_status plan_on_meta(program *p) {
     puts("\nbytes sent by each rank in a step");
-    FT_TRY(print_traffic((int)p->set.dp, p->plan));
+    FT_TRY(print_traffic(rank_count(&p->set), p->plan));
     if (p->set.hash || p->set.sample || p->set.log_path)
         puts("\nmeta has no weights and takes no steps: nothing for --hash, --sample or --log");
     return FT_OK;
@@ -895,9 +1205,10 @@ static ft_status run_program(program *p) {
     int meta = p->set.device == FT_META;
     FT_TRY(open_inputs(p));
     print_settings(p);
+    if (p->set.verbose) FT_TRY(print_layout(p));
     FT_TRY(make_plan(p));
     FT_TRY(meta ? plan_on_meta(p) : train_on_cpu(p));
-    if (p->memory_json) write_memory_json(p->memory_json, (int)p->set.dp, meta ? p->plan : p->run);
+    if (p->memory_json) write_memory_json(p->memory_json, rank_count(&p->set), meta ? p->plan : p->run);
     return FT_OK;
 }
 
@@ -919,6 +1230,8 @@ static ft_status close_program(program *p, ft_status status) {
     }
     if (status == FT_OK && closed != FT_OK) fprintf(stderr, "error: %s\n", ft_last_error());
     ft_io_data_close(p->data);
+    ft_io_data_close(p->eval_data);
+    free(p->first_layer);
     free(p->sac);
     free(p->text);
     free(p->plan);
@@ -926,15 +1239,25 @@ static ft_status close_program(program *p, ft_status status) {
     return status != FT_OK ? status : closed;
 }
 
+/* glibc hands freed blocks of 128 KiB and more back to the kernel at once, and every step would
+   fault the same pages in again: a fifth of the time of small models. */
+static void keep_freed_memory(void) {
+#ifdef __GLIBC__
+    mallopt(M_MMAP_THRESHOLD, 32 * 1024 * 1024); /* the most that it takes */
+    mallopt(M_TRIM_THRESHOLD, 1024 * 1024 * 1024);
+#endif
+}
+
 int main(int argc, char **argv) {
     program p;
+    keep_freed_memory();
     memset(&p, 0, sizeof p);
     if (!parse_options(argc, argv, &p.set)) return EXIT_USAGE;
     if (p.set.help) {
         print_help();
         return EXIT_SUCCESS;
     }
-    if (p.set.device == FT_CPU && p.set.n_data == 0) {
+    if (p.set.device == FT_CPU && p.set.data.n == 0) {
         bad("--data is missing: training needs files");
         return EXIT_USAGE;
     }

@@ -3,9 +3,9 @@
    cc -std=c11 -I. tests/test_tp.c -lcmocka -lm -lpthread
 
    The reference of every op is the unsharded op of femtotron.h on the same global data, in a launch
-   of one rank; which part of it a rank must have is worked out here, row by row, without the header's
-   slices. Ranks are threads and cmocka's assertions are for the main thread: a rank reports what does
-   not hold as an error, and the main thread asserts that the launch succeeded. */
+   of one rank; which part of it a rank must have is worked out here, row by row, without the
+   header's slices. Ranks are threads and cmocka's assertions are for the main thread: a rank
+   reports what does not hold as an error, and the main thread asserts that the launch succeeded. */
 
 #define FEMTOTRON_IMPLEMENTATION
 #include "femtotron.h"
@@ -397,6 +397,56 @@ static void test_operators_alone(void **state)
     run_linear(LEAVE, "leave");
 }
 
+/* Backward with the weight, or the input, frozen: what is not wanted is neither made nor sent. */
+static ft_status frozen_rank(ft_ctx *ctx, void *user)
+{
+    linear_case *c = (linear_case *)user;
+    ft_tensor *x, *w, *y, *dy;
+    ft_tape *tape;
+    ft_tp *tp;
+    int64_t shape[3];
+    FT_TRY(tp_begin(ctx, &c->s, &tp));
+    int t = tp->size, r = tp->rank, sp = c->s.sp;
+    shape[0] = LB;
+    shape[1] = LT;
+    shape[2] = LO / t;
+    FT_TRY(ft_tape_create(ctx, &tape));
+    for (int frozen_w = 0; frozen_w < 2; frozen_w++) {
+        FT_TRY(create_tokens(ctx, c->x, LB, LT, LI, tp, &x));
+        FT_TRY(create2(ctx, ROWS, c->w, LO, LI, tp, &w));
+        FT_TRY(part_create(ctx, COLS, c->dy, LN, LO, t, r, FT_F32, 3, shape, &dy));
+        x->requires_grad = frozen_w;
+        w->requires_grad = !frozen_w;
+        FT_TRY(ft_tape_begin(tape));
+        FT_TRY(ft_tp_column_linear(tp, &y, x, w, NULL, LB, LT));
+        FT_TRY(ft_tape_end(tape));
+        int64_t before = sent_bytes(ctx), part_bytes = boundary_bytes(&c->s, COLUMN, 1);
+        FT_TRY(ft_backward(tape, y, dy));
+        CHECK(sent_bytes(ctx) - before == (sp ? part_bytes / 2 : frozen_w ? part_bytes : 0));
+        CHECK((x->grad != NULL) == frozen_w && (w->grad != NULL) == !frozen_w);
+        if (frozen_w) FT_TRY(near_part(x->grad, sp ? ROWS : WHOLE, c->dx, LN, LI, t, r,
+                                       close_enough, "dx"));
+        else FT_TRY(near_part(w->grad, ROWS, c->dw, LO, LI, t, r, close_enough, "dw"));
+    }
+    return FT_OK;
+}
+
+static void test_frozen(void **state)
+{
+    linear_case *c = (linear_case *)calloc(1, sizeof *c);
+    setup one = setup_make(1, 0);
+    (void)state;
+    fill(c->x, LN * LI, 1, 1);
+    fill(c->w, LO * LI, 2, 1);
+    fill(c->dy, LN * LO, 4, 1);
+    launch_ok(&one, linear_reference, c, "reference");
+    for (int sp = 0; sp < 2; sp++) {
+        c->s = setup_make(2, sp);
+        launch_ok(&c->s, frozen_rank, c, "frozen");
+    }
+    free(c);
+}
+
 /* ----------------------------------------------------------------------------------- embedding */
 
 enum { EB = 2, ET = 8, EN = EB * ET, EC = 6, EV = 13 };
@@ -494,7 +544,8 @@ enum { SB = 2, ST = 10, SN = SB * ST, SC = 8, SV = 13 };
 typedef struct loss_case {
     setup s;
     int64_t V, chunk;
-    int with_scale, read_first; /* read_first: the loss before backward, which is then not deferred */
+    int with_scale;
+    int read_first; /* the loss before backward, which is then not deferred */
     int32_t labels[SN];
     float x[SN * SC], w[SV * SC], scale;
     float loss, dx[SN * SC], dw[SV * SC];
@@ -608,7 +659,7 @@ static void test_loss(void **state)
     free(c);
 }
 
-/* Vocabularies that t does not divide, and one that leaves a rank nothing but padding (NaN here). */
+/* Vocabularies that t does not divide; some leave a rank nothing but padding (NaN here). */
 static void test_loss_vocabulary(void **state)
 {
     static const int64_t vocabularies[] = {12, 9, 5, 2, 1};
@@ -673,7 +724,7 @@ static ft_status label_rank(ft_ctx *ctx, void *user)
     label_case *l = (label_case *)user;
     int r = ft_rank(ctx);
     l->status[r] = loss_rank(ctx, l->c);
-    snprintf(l->text[r], sizeof l->text[r], "%s", l->status[r] ? ft_last_error() : "");
+    snprintf(l->text[r], sizeof l->text[r], "%.200s", l->status[r] ? ft_last_error() : "");
     return l->status[r];
 }
 
@@ -806,8 +857,8 @@ static ft_status mixed_rank(ft_ctx *ctx, void *user)
     return near_part(s[4].buffer, VOCAB, c->dhead, MV, MC, t, r, 0.03, "dhead");
 }
 
-/* Activations in bf16 have 8 bits, so values agree to a few of 1/256; what must be exact is that the
-   second pass adds and the first does not (buffers begin as NaN). */
+/* Activations in bf16 have 8 bits, so values agree to a few of 1/256; what must be exact is that
+   the second pass adds and the first does not (buffers begin as NaN). */
 static void test_bf16_sinks(void **state)
 {
     mixed_case *c = (mixed_case *)calloc(1, sizeof *c);
@@ -972,6 +1023,8 @@ static ft_status train_rank(ft_ctx *ctx, void *user)
         FT_TRY(train_update(ctx, c, tp, p));
     }
     ft_mem_get(ctx, &c->mem[ft_rank(ctx)]);
+    CHECK(c->mem[ft_rank(ctx)].live[FT_TAG_COMM] == 0);
+    CHECK(c->mem[ft_rank(ctx)].live[FT_TAG_ACT] == 0);
     ft_flops_get(ctx, &flops);
     c->replayed[ft_rank(ctx)] = flops.replay;
     return train_collect(c, replica, tp, p);
@@ -1254,12 +1307,12 @@ static void check_slice(ft_tp_cut cut, int qkv, int t, int64_t rows, int64_t col
         if (qkv) assert_int_equal(ft_tp_slice_qkv(t, r, 4, 4, rows / 12, cols, &s), FT_OK);
         else assert_int_equal(ft_tp_slice_make(cut, t, r, "weight", rows, cols, &s), FT_OK);
         int64_t local = s.local_rows * s.local_cols, padding = 0;
-        float *part = (float *)malloc((size_t)local * sizeof *part);
-        ft_tp_slice_cut(&s, sizeof *part, whole, part);
+        float *own = (float *)malloc((size_t)local * sizeof *own);
+        ft_tp_slice_cut(&s, sizeof *own, whole, own);
         for (int64_t e = 0; e < local; e++) {
             int64_t g = ft_tp_global_elem(&s, e);
             padding += g < 0;
-            assert_true(part[e] == (g < 0 ? 0.0f : whole[g]));
+            assert_true(own[e] == (g < 0 ? 0.0f : whole[g]));
             if (g < 0) continue;
             owners[g]++;
             assert_int_equal(ft_tp_local_elem(&s, g), e);
@@ -1271,8 +1324,8 @@ static void check_slice(ft_tp_cut cut, int qkv, int t, int64_t rows, int64_t col
         assert_int_equal(ft_tp_local_elem(&s, rows * cols), -1);
         assert_int_equal(ft_tp_global_row(&s, -1), -1);
         assert_int_equal(ft_tp_local_row(&s, -1), -1);
-        ft_tp_slice_paste(&s, sizeof *part, part, back);
-        free(part);
+        ft_tp_slice_paste(&s, sizeof *own, own, back);
+        free(own);
     }
     for (int64_t i = 0; i < rows * cols; i++)
         assert_int_equal(owners[i], !qkv && cut == FT_TP_WHOLE ? t : 1);
@@ -1317,11 +1370,11 @@ static ft_status packed_columns(ft_ctx *ctx, const float *whole, const ft_tp_sli
     return ft_upload(*out, values);
 }
 
-static ft_status packed_same(const float *whole, int64_t cols, int64_t first, ft_tensor *part)
+static ft_status packed_same(const float *whole, int64_t cols, int64_t first, ft_tensor *own)
 {
     float got[MAX_ELEMS];
-    int64_t width = part->shape[2];
-    FT_TRY(ft_download(part, got));
+    int64_t width = own->shape[2];
+    FT_TRY(ft_download(own, got));
     for (int64_t i = 0; i < QB * QT; i++)
         CHECK(!memcmp(whole + i * cols + first, got + i * width, (size_t)width * 4));
     return FT_OK;
@@ -1477,6 +1530,7 @@ int main(void)
         cmocka_unit_test(test_column),
         cmocka_unit_test(test_row),
         cmocka_unit_test(test_operators_alone),
+        cmocka_unit_test(test_frozen),
         cmocka_unit_test(test_embedding),
         cmocka_unit_test(test_loss),
         cmocka_unit_test(test_loss_vocabulary),
