@@ -211,7 +211,7 @@ typedef struct ft_pp_action {
     int micro_batch, chunk; /* of F, B, BI, W; 0 in an exchange */
     int from, to;           /* F, B, BI: ranks that its input comes from and its output goes to.
                              Another rank: an exchange before has received it, one after sends it.
-                             This rank (P = 1): the neighbouring chunk's tensor, passed on as it is.
+                             This rank (P = 1): the neighbouring chunk has made it, or takes it.
                              FT_PP_NOBODY: the input is tokens (F) or the loss (B, BI), the output
                              is the loss (F) or ends here (B, BI). In W, exchanges: FT_PP_NOBODY */
     int n;                  /* transfers of an exchange, at least 1; 0 in all others */
@@ -1678,7 +1678,8 @@ static double ft__pp_cut_all(ft__pp_cuts *c, int goal, double limit)
     return c->below[0];
 }
 
-static ft_status ft__pp_check_costs(int64_t layers, const double *cost, double embedding, double head)
+static ft_status ft__pp_check_costs(int64_t layers, const double *cost, double embedding,
+                                    double head)
 {
     if (!cost) return ft_error(FT_ERR_ARG, "pipeline layers: cost is NULL");
     if (!ft__pp_cost_ok(embedding) || !ft__pp_cost_ok(head))

@@ -87,7 +87,10 @@
    WHY THE STAGES AGREE
      All stages reduce by the same per-unit reduce-scatter, sum the norm over the same shards, and update
      elementwise. With one micro-batch they therefore give the same bits. With more, stages 0 and 1 add
-     the micro-batches before they sum over ranks, stages 2 and 3 after: equal up to rounding.
+     the micro-batches before they sum over ranks, stages 2 and 3 after: equal up to rounding. So also
+     where accumulate_dtype and reduce_dtype differ: stages 0 and 1 add up a unit's gradient in the
+     first and the copies' [H2] in the second, stages 2 and 3 the other way round. Stages 0 and 1 have
+     always the same bits, and so have 2 and 3.
 
    STREAMS AND EVENTS  Ops run on the compute stream, gathers and reductions on one of their own.
      [E1] gathers wait for the update of the shards they send
@@ -602,16 +605,16 @@ FT_API ft_status ft_lr_check(const ft_lr *lr)
 {
     if ((unsigned)lr->schedule > FT_LR_WSD)
         return ft_error(FT_ERR_ARG, "unknown learning-rate schedule %d", (int)lr->schedule);
-    if (!(lr->peak >= 0 && lr->floor >= 0 && lr->floor <= lr->peak))
-        return ft_error(FT_ERR_ARG, "a learning rate wants 0 <= floor <= peak, not floor %g, peak %g",
-                        lr->floor, lr->peak);
+    if (!(lr->peak >= 0 && lr->floor >= 0 && lr->floor <= lr->peak && isfinite(lr->peak)))
+        return ft_error(FT_ERR_ARG, "a learning rate wants 0 <= floor <= peak, both finite, not floor "
+                        "%g, peak %g", lr->floor, lr->peak);
     if (lr->warmup < 0 || lr->decay < 0 || lr->total < 0)
         return ft_error(FT_ERR_ARG, "a schedule wants steps >= 0, not warm-up %lld, decay %lld, total "
                         "%lld", (long long)lr->warmup, (long long)lr->decay, (long long)lr->total);
-    int64_t need = lr->warmup + (lr->schedule == FT_LR_WSD ? lr->decay : 0);
-    if (lr->schedule != FT_LR_CONSTANT && need > lr->total)
-        return ft_error(FT_ERR_ARG, "warm-up and decay take %lld steps, more than the %lld of the run",
-                        (long long)need, (long long)lr->total);
+    int64_t decay = lr->schedule == FT_LR_WSD ? lr->decay : 0;
+    if (lr->schedule != FT_LR_CONSTANT && lr->warmup > lr->total - decay)
+        return ft_error(FT_ERR_ARG, "a warm-up of %lld steps and a decay of %lld are more than the %lld "
+                        "of the run", (long long)lr->warmup, (long long)decay, (long long)lr->total);
     return FT_OK;
 }
 

@@ -3,8 +3,20 @@
    Build:  cc -std=c11 -O2 -I. examples/01_tensor.c -o build/01_tensor -lm -lpthread
    Run:    build/01_tensor
 
-@OUTPUT@
-@LESSON@
+      live bytes before forward: param 256  grad 0  act 0  other 256
+      live bytes after forward:  param 256  grad 0  act 512  other 256
+      live bytes after backward: param 256  grad 256  act 256  other 256
+      loss             42.375
+      dloss/dw         17.000    0.000  -22.500
+      by differences   17.000    0.000  -22.500
+
+   What to learn. An op makes a tensor and, while a tape records, leaves a node behind; ft_backward
+   walks the nodes back and leaves the gradient of what asked for one (requires_grad) in ->grad. The
+   two uses of y in y * y add up by themselves. A tensor lives for as long as somebody needs it: the
+   caller, until ft_tensor_free, or a backward to come. So y outlives its handle and the squares do
+   not, and after backward only w, its gradient, x and the loss are left. Every allocation counts in
+   multiples of 256 bytes, and has a tag that says what it is for. The next rung, 02_mlp.c, does the
+   same with nine weights and walks down the gradients.
 
    License: MIT, see LICENSE. */
 

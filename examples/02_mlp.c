@@ -6,8 +6,7 @@
 @OUTPUT@
 @LESSON@
 
-   LETTERS  N points, I inputs of a point, C hidden, V classes, L layers below the head.
-
+   LETTERS  N points, I inputs, C hidden, V classes, L layers.
    License: MIT, see LICENSE. */
 
 #define FEMTOTRON_IMPLEMENTATION
@@ -68,8 +67,7 @@ static void print_costs(const ft_ctx *ctx)
 {
     ft_mem_stats m;
     ft_mem_get(ctx, &m);
-    printf("peak      %7zu bytes, in %s; by tag, each one's own highest:\n", m.peak_bytes,
-           m.peak_where);
+    printf("peak      %7zu bytes in %s; the most of each tag:\n", m.peak_bytes, m.peak_where);
     for (int tag = 0; tag < FT_TAG_COUNT; tag++)
         if (m.highest[tag]) printf("%-9s %7zu\n", ft_tag_name((ft_tag)tag), m.highest[tag]);
 }
@@ -78,6 +76,7 @@ static ft_status rank_main(ft_ctx *ctx, void *user)
 {
     ft_tensor *w[L + 1], *v[L + 1]; /* w[0] [C,I], then [C,C], the head w[L] [V,C]; v the same */
     ft_tensor *x, *labels, *loss;   /* [N,I], [N], [1] */
+    ft_stream *stream = ft_stream_get(ctx, FT_STREAM_COMPUTE);
     ft_tape *tape;
     float values[C * C];
     (void)user;
@@ -88,7 +87,7 @@ static ft_status rank_main(ft_ctx *ctx, void *user)
         FT_TRY(ft_tensor_create(ctx, &w[l], FT_F32, 2, shape, FT_TAG_PARAM));
         FT_TRY(ft_tensor_create(ctx, &v[l], FT_F32, 2, shape, FT_TAG_OPTIM));
         FT_TRY(ft_upload(w[l], values));
-        FT_TRY(ft_fill(v[l], 0.0, ft_stream_get(ctx, FT_STREAM_COMPUTE)));
+        FT_TRY(ft_fill(v[l], 0.0, stream));
         w[l]->requires_grad = 1;
     }
     FT_TRY(spirals(ctx, 0, N, &x, &labels));
@@ -101,7 +100,7 @@ static ft_status rank_main(ft_ctx *ctx, void *user)
         FT_TRY(ft_download(loss, values)); /* also waits for backward: sgd reads on the host */
         ft_tensor_free(loss);
         for (int l = 0; l <= L; l++) sgd(w[l], v[l]);
-        if (step % 25 == 0 || step == 1) printf("step %3d  loss %.4f\n", step, values[0]);
+        if (step % 50 == 0 || step == 1) printf("step %3d  loss %.4f\n", step, values[0]);
     }
     print_costs(ctx);
     return FT_OK;

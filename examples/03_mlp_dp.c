@@ -6,9 +6,7 @@
 @OUTPUT@
 @LESSON@
 
-   LETTERS  N points, I inputs of a point, C hidden, V classes, L layers below the head,
-            R ranks, n = N / R points of a rank.
-
+   LETTERS  N points, n = N / R of a rank, I inputs, C hidden, V classes, L layers, R ranks.
    License: MIT, see LICENSE. */
 
 #define FEMTOTRON_IMPLEMENTATION
@@ -70,15 +68,13 @@ static void print_costs(const ft_ctx *ctx)
     ft_mem_stats m;
     ft_traffic t[8];
     ft_mem_get(ctx, &m);
-    printf("peak      %7zu bytes, in %s; by tag, each one's own highest:\n", m.peak_bytes,
-           m.peak_where);
+    printf("peak      %7zu bytes in %s; the most of each tag:\n", m.peak_bytes, m.peak_where);
     for (int tag = 0; tag < FT_TAG_COUNT; tag++)
         if (m.highest[tag]) printf("%-9s %7zu\n", ft_tag_name((ft_tag)tag), m.highest[tag]);
-    int groups = ft_traffic_get(ctx, 8, t);
-    for (int g = 0; g < groups; g++)
+    for (int g = 0; g < ft_traffic_get(ctx, 8, t); g++)
         for (int c = 0; c < FT_COLLECTIVE_COUNT; c++)
             if (t[g].calls[c])
-                printf("sent      %7lld bytes a step: %s, %s\n", (long long)t[g].sent_bytes[c] / STEPS,
+                printf("sent %12lld bytes a step: %s, %s\n", (long long)t[g].sent_bytes[c] / STEPS,
                        ft_collective_name((ft_collective)c), t[g].group);
 }
 
@@ -86,8 +82,8 @@ static ft_status rank_main(ft_ctx *ctx, void *user)
 {
     ft_tensor *w[L + 1], *v[L + 1]; /* w[0] [C,I], then [C,C], the head w[L] [V,C]; v the same */
     ft_tensor *x, *labels, *scale, *loss; /* [n,I], [n], [1], [1] */
-    int64_t n = N / R, one = 1;
     ft_stream *stream = ft_stream_get(ctx, FT_STREAM_COMPUTE);
+    int64_t n = N / R, one = 1;
     ft_mesh mesh;
     ft_group *dp;
     ft_tape *tape;
@@ -119,7 +115,7 @@ static ft_status rank_main(ft_ctx *ctx, void *user)
         FT_TRY(ft_download(loss, values)); /* also waits for the sums: sgd reads on the host */
         ft_tensor_free(loss);
         for (int l = 0; l <= L; l++) sgd(w[l], v[l]);
-        if (ft_rank(ctx) == 0 && (step % 25 == 0 || step == 1))
+        if (ft_rank(ctx) == 0 && (step % 50 == 0 || step == 1))
             printf("step %3d  loss %.4f\n", step, values[0]);
     }
     if (ft_rank(ctx) == 0) print_costs(ctx);

@@ -1,13 +1,13 @@
-/* ZeRO: every stage, layout, recompute policy and accumulation trains the same model; what travels is
-   what the formulas say; padding, frozen and idle parameters, uneven tokens and bad numbers do no
-   harm; each verb refuses a wrong order.
+/* ZeRO: every stage, layout, recompute policy and accumulation trains the same model; what travels
+   is what the formulas say; padding, frozen and idle parameters, uneven tokens and bad numbers do
+   no harm; each verb refuses a wrong order.
 
    cc -std=c11 -I. tests/test_zero.c -lcmocka -lm -lpthread
 
-   References: one rank, float64 arithmetic on exported values, or a closed form computed here. Ranks
-   are threads and cmocka's assertions are for the main thread only: a rank reports what is wrong as
-   an error of its own. All memory that is handed out holds NaN, so that whatever is read before it is
-   written, padding above all, shows. */
+   References: one rank, float64 arithmetic on exported values, or a closed form computed here.
+   Ranks are threads and cmocka's assertions are for the main thread only: a rank reports what is
+   wrong as an error of its own. All memory that is handed out holds NaN, so that whatever is read
+   before it is written, padding above all, shows. */
 
 #define _POSIX_C_SOURCE 200809L
 #include <stdlib.h>
@@ -54,6 +54,21 @@ static void *nan_malloc(size_t bytes)
 
 static const int layouts[] = {1, 2, 3, 4, 8}; /* sizes of dp: 24 samples divide by each */
 #define LAYOUTS ((int)(sizeof layouts / sizeof *layouts))
+
+/* Sanitizers look at the code, not at the numbers: up to 3 ranks, and one case in n, will do. */
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define SANITIZED 1
+#endif
+#endif
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED 1
+#endif
+#ifndef SANITIZED
+#define SANITIZED 0
+#endif
+
+static int skips(int dp, int i, int n) { return SANITIZED && (dp > 3 || i % n != 0); }
 
 /* The tests' model for sweeps: as many units as tiny, a quarter of its width. */
 static th_options small(void)
@@ -102,9 +117,9 @@ static void close_losses(const th_options *o, const th_result *a, const th_resul
 {
     for (int i = 0; i < o->steps; i++)
         if (!(fabs(a->loss[i] - b->loss[i]) <= bound * fabs(a->loss[i])))
-            fail_msg("%s: step %d: loss %.9g, expected %.9g: off by %.2g, allowed %.2g", describe(o),
-                     i, b->loss[i], a->loss[i], fabs(a->loss[i] - b->loss[i]) / fabs(a->loss[i]),
-                     bound);
+            fail_msg("%s: step %d: loss %.9g, expected %.9g: off by %.2g, allowed %.2g",
+                     describe(o), i, b->loss[i], a->loss[i],
+                     fabs(a->loss[i] - b->loss[i]) / fabs(a->loss[i]), bound);
 }
 
 /* |a - b| / |a|, in the 2-norm. */
@@ -125,12 +140,12 @@ static void *zeroed(size_t n, size_t item)
     return memory;
 }
 
-/* ----------------------------------------------------------------------- the stages agree: Llama */
+/* ---------------------------------------------------------------------- the stages agree: Llama */
 
 enum { POLICY_NONE, POLICY_SELECTIVE, POLICY_FULL, POLICY_BUDGET, POLICIES };
 
-/* The budget half way between what `full` and what `none` need, of this layout. What it comes to is a
-   mask for each layer. */
+/* The budget half way between what `full` and what `none` need, of this layout. It comes to a mask
+   for each layer. */
 static void fit_budget(const th_options *o, ft_sac *sac)
 {
     th_options plan = *o;
@@ -174,14 +189,15 @@ static const ft_sac *policy(const th_options *o, ft_sac *sac, int which)
     return sac;
 }
 
-/* One micro-batch: the same bits in every stage and under every policy, at each dp. Across dp the sum
-   over ranks is taken in other groups: equal to rounding. */
+/* One micro-batch: the same bits in every stage and under every policy, at each dp. Across dp the
+   sum over ranks is taken in other groups: equal to rounding. */
 static void check_one_micro_batch(ft_dtype dtype, double bound)
 {
     ft_sac sac[8];
     th_result *one = NULL;
     for (int d = 0; d < LAYOUTS; d++) {
         th_options o = small();
+        if (skips(layouts[d], 0, 1)) continue;
         o.zero.dtype = dtype;
         o.dp = layouts[d];
         th_result *reference = run_ok(&o);
@@ -190,6 +206,7 @@ static void check_one_micro_batch(ft_dtype dtype, double bound)
         for (int stage = 0; stage < 4; stage++)
             for (int which = 0; which < POLICIES; which++) {
                 if (stage == 0 && which == POLICY_NONE) continue; /* the reference */
+                if (skips(o.dp, 4 * stage + which + d, 5)) continue;
                 o.zero.stage = stage;
                 o.sac = policy(&o, sac, which);
                 th_result *r = run_ok(&o);
@@ -201,8 +218,8 @@ static void check_one_micro_batch(ft_dtype dtype, double bound)
     th_free(one);
 }
 
-/* Three micro-batches: under each policy the same bits as without recomputation; between stages 0, 1
-   and 2, 3, which add in another order, equal to rounding; and equal to one micro-batch's. */
+/* Three micro-batches: under each policy the same bits as without recomputation; between stages 0,
+   1 and 2, 3, which add in another order, equal to rounding; and equal to one micro-batch's. */
 static void check_three_micro_batches(ft_dtype dtype, double bound, double bound_dp)
 {
     ft_sac sac[8];
@@ -218,12 +235,13 @@ static void check_three_micro_batches(ft_dtype dtype, double bound, double bound
             o.dp = layouts[d];
             o.micro_batches = 3;
             o.zero.stage = stage;
+            if (skips(o.dp, stage + d, 2)) continue;
             th_result *none = run_ok(&o);
             if (!zero) zero = none;
             close_losses(&o, zero, none, bound);
             close_losses(&o, one, none, bound_dp);
             for (int which = 1; which < POLICIES; which++) {
-                if (which != 1 + (stage + d) % 3) continue; /* each with each stage, over the layouts */
+                if (which != 1 + (stage + d) % 3) continue; /* over the layouts each with each */
                 o.sac = policy(&o, sac, which);
                 th_result *r = run_ok(&o);
                 same_bits(&o, none, r);
@@ -274,6 +292,7 @@ static void test_schedule_changes_nothing(void **state)
         for (int M = 1; M <= 3; M += 2)
             for (int stage = 1; stage < 4; stage++) {
                 th_options o = small();
+                if (skips(1, stage + M / 2 + tied, 3)) continue;
                 o.dp = 4;
                 o.steps = 3;
                 o.micro_batches = M;
@@ -317,7 +336,8 @@ static void test_tiny_with_every_switch(void **state)
 }
 
 /* Training does learn: the equalities above are not between runs that stand still. */
-static void repeat_data(void *user, int step, int sample, int64_t T, int32_t *tokens, int32_t *labels)
+static void repeat_data(void *user, int step, int sample, int64_t T, int32_t *tokens,
+                        int32_t *labels)
 {
     (void)step;
     th_data(user, 0, sample % 2, T, tokens, labels);
@@ -339,7 +359,7 @@ static void test_training_learns(void **state)
     th_free(r);
 }
 
-/* ------------------------------------------------------------------------------- initial weights */
+/* ------------------------------------------------------------------------------ initial weights */
 
 /* Case 21: the same global weights for every layout, stage and dtype of training, and copies that
    agree, before and after training. */
@@ -368,6 +388,7 @@ static void test_initial_weights(void **state)
             for (int dtype = 0; dtype < 2; dtype++) {
                 th_options o = small();
                 o.dp = layouts[d];
+                if (skips(o.dp, stage + dtype, 2)) continue;
                 o.zero.stage = stage;
                 o.zero.dtype = dtype ? FT_BF16 : FT_F32;
                 o.steps = 0;
@@ -388,9 +409,12 @@ static void test_initial_weights(void **state)
     th_free(other);
 }
 
-/* --------------------------------------------------------------------------------------- traffic */
+/* -------------------------------------------------------------------------------------- traffic */
 
-static int64_t up_to(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+static int64_t up_to(int64_t n, int64_t multiple)
+{
+    return (n + multiple - 1) / multiple * multiple;
+}
 
 static int ranks_of_a_copy(const th_options *o)
 {
@@ -403,7 +427,8 @@ typedef struct shards { int64_t emb, layer, final, all; } shards;
 static shards unit_shards(const th_options *o)
 {
     const ft_llama_config *c = &o->model;
-    int64_t C = c->hidden, size = C / c->heads, F = c->intermediate, unit[3], D = ranks_of_a_copy(o);
+    int64_t C = c->hidden, size = C / c->heads, F = c->intermediate, unit[3];
+    int64_t D = ranks_of_a_copy(o);
     unit[0] = c->vocab * C;
     unit[1] = (c->heads + 2 * c->kv_heads) * size * C + C * c->heads * size + 3 * C * F + 2 * C;
     unit[2] = C + (c->tie_embeddings ? 0 : c->vocab * C);
@@ -421,8 +446,8 @@ static void sent_equals(const th_options *o, const char *what, int64_t sent, int
                         int64_t expected)
 {
     if (sent != o->steps * expected || formula != expected)
-        fail_msg("%s, shard_ranks %d: %s: sent %lld in %d steps, formula %lld, expected %lld a step",
-                 describe(o), o->zero.shard_ranks, what, (long long)sent, o->steps,
+        fail_msg("%s, shard_ranks %d: %s: sent %lld in %d steps, formula %lld, expected %lld a "
+                 "step", describe(o), o->zero.shard_ranks, what, (long long)sent, o->steps,
                  (long long)formula, (long long)expected);
 }
 
@@ -450,9 +475,9 @@ static void check_traffic(const th_options *o, const th_result *r)
 static void bytes_equal(const th_options *o, const char *what, size_t bytes, size_t formula)
 {
     if (bytes != formula)
-        fail_msg("%s, accumulate %d, reduce %d, shard_ranks %d: %s takes %zu bytes, the formula says "
-                 "%zu", describe(o), (int)o->zero.accumulate_dtype, (int)o->zero.reduce_dtype,
-                 o->zero.shard_ranks, what, bytes, formula);
+        fail_msg("%s, accumulate %d, reduce %d, shard_ranks %d: %s takes %zu bytes, the formula "
+                 "says %zu", describe(o), (int)o->zero.accumulate_dtype,
+                 (int)o->zero.reduce_dtype, o->zero.shard_ranks, what, bytes, formula);
 }
 
 /* Case 7 is in here: whole gradients kept over micro-batches would show in `highest`. */
@@ -505,6 +530,7 @@ static void test_traffic(void **state)
         o.steps = 2;
         o.launch.device = i / 160 ? FT_CPU : FT_META;
         if (o.launch.device == FT_CPU && (o.zero.dtype == FT_BF16 || o.dp == 3)) continue;
+        if (skips(1, i, 3)) continue;
         o.sac = policy(&o, sac, i % 3);
         check_costs(&o);
     }
@@ -530,11 +556,12 @@ static void test_traffic_of_options(void **state)
         o.T = 2;
         o.steps = 2;
         o.launch.device = i % 11 ? FT_META : FT_CPU;
+        if (skips(1, i, 5)) continue;
         check_costs(&o);
     }
 }
 
-/* ----------------------------------------------------------------------- a small model of its own */
+/* --------------------------------------------------------------------- a small model of its own */
 
 /* A chain: matrices [rows,cols] (linear, then silu but for the last), norms [cols] (rows 0), in
    units; the last matrix is the head of a cross-entropy. Data are rows of `width` numbers. */
@@ -559,7 +586,7 @@ typedef struct toy {
     double lr;
     ft_zero_config zero;
     ft_config launch;
-    int (*skips)(int step, int micro_batch, int param); /* 1: left out of this forward; NULL: none */
+    int (*skips)(int step, int micro_batch, int param); /* 1: not in this forward; NULL: all are */
     toy_hook_fn hook;
     void *user;
 } toy;
@@ -683,7 +710,7 @@ static ft_status toy_hook(toy_rank *r, th_moment moment)
 
 static ft_status toy_micro_batch(toy_rank *r, int64_t B)
 {
-    ft_tensor *loss;
+    ft_tensor *loss = NULL;
     FT_TRY(toy_data(r, B));
     FT_TRY(ft_tape_begin(r->tape));
     FT_TRY(toy_forward(r, &loss));
@@ -788,7 +815,8 @@ static toy_result *toy_run(const toy *spec)
     job.result = result;
     launch.world = spec->dp;
     result->status = ft_launch(&launch, toy_main, &job);
-    if (result->status != FT_OK) snprintf(result->error, sizeof result->error, "%s", ft_last_error());
+    if (result->status != FT_OK)
+        snprintf(result->error, sizeof result->error, "%s", ft_last_error());
     return result;
 }
 
@@ -839,8 +867,8 @@ static void toy_close(const toy *s, const toy_result *a, const toy_result *b, do
         double loss = fabs(a->loss[i] - b->loss[i]) / a->loss[i];
         double norm = fabs(a->norm[i] - b->norm[i]) / (a->norm[i] > 0 ? a->norm[i] : 1);
         if (!(grad <= bound && weight <= bound && loss <= bound && norm <= bound))
-            fail_msg("dp %d, stage %d, %d micro-batches, step %d: gradients off by %.2g, weights by "
-                     "%.2g, loss by %.2g, norm by %.2g; allowed %.2g", s->dp, s->zero.stage,
+            fail_msg("dp %d, stage %d, %d micro-batches, step %d: gradients off by %.2g, weights "
+                     "by %.2g, loss by %.2g, norm by %.2g; allowed %.2g", s->dp, s->zero.stage,
                      s->micro_batches, i, grad, weight, loss, norm, bound);
     }
 }
@@ -857,8 +885,8 @@ static void toy_same_bits(const toy *s, const toy_result *a, const toy_result *b
                      ft_dtype_name(s->zero.dtype), i);
 }
 
-/* Every stage on `dp` ranks. One micro-batch: the bits of stage 0. `reference`, unless NULL, is what
-   all must be close to; `look`, unless NULL, sees each result. */
+/* Every stage on `dp` ranks. One micro-batch: the bits of stage 0. `reference`, unless NULL, is
+   what all must be close to; `look`, unless NULL, sees each result. */
 static void toy_stages(toy s, int dp, const toy_result *reference, double bound, toy_look look)
 {
     toy_result *zero = NULL;
@@ -882,17 +910,19 @@ static void toy_everywhere(toy s, double bound, toy_look look)
     for (int M = 1; M <= 2; M++) {
         s.micro_batches = M;
         toy_result *reference = toy_ok(&s);
-        for (int i = 0; i < 4; i++) toy_stages(s, ranks[i], reference, bound, look);
+        for (int i = 0; i < 4; i++)
+            if (!skips(ranks[i], i + M, 2)) toy_stages(s, ranks[i], reference, bound, look);
         free(reference);
     }
     s.micro_batches = 1;
     s.zero.dtype = FT_BF16;
-    for (int i = 0; i < 4; i++) toy_stages(s, ranks[i], NULL, 0, look);
+    for (int i = 0; i < 4; i++)
+        if (!skips(ranks[i], i, 2)) toy_stages(s, ranks[i], NULL, 0, look);
 }
 
-/* ------------------------------------------------------------------------- accumulation, padding */
+/* ------------------------------------------------------------------------ accumulation, padding */
 
-/* Case 1: four micro-batches of different data, and one of all the data, give the same gradients. */
+/* Case 1: four micro-batches of different data, and one of all of them, give the same gradients. */
 static void test_accumulation(void **state)
 {
     toy s = toy_default();
@@ -1027,6 +1057,7 @@ static void test_poisoned_padding(void **state)
     for (int i = 0; i < 16; i++) {
         th_options o = small();
         o.dp = ranks[i % 2];
+        if (skips(o.dp, 0, 1)) continue;
         o.zero.stage = i / 2 % 4;
         o.zero.dtype = i / 8 ? FT_BF16 : FT_F32;
         o.steps = 3;
@@ -1047,9 +1078,9 @@ static void test_poisoned_padding(void **state)
     }
 }
 
-/* ------------------------------------------------------------------- idle, frozen, large and small */
+/* ---------------------------------------------------------------- idle, frozen, large and small */
 
-/* A parameter in step 1, one in the second micro-batch, a unit in step 2 (it is not even entered). */
+/* A parameter in step 1, one in the second micro-batch, a unit in step 2, which is not entered. */
 static int idle(int step, int micro_batch, int param)
 {
     if (param == 2) return step == 1;
@@ -1132,7 +1163,7 @@ static void test_large_unit(void **state)
     toy_everywhere(s, 5e-6, NULL);
 }
 
-/* ----------------------------------------------------------------------------- AdamW and the norm */
+/* --------------------------------------------------------------------------- AdamW and the norm */
 
 /* Algorithm 2 of Loshchilov and Hutter 2019 (betas 0.9 and 0.95, eps 1e-8) and the clipped norm, in
    float64, from the gradients that were exported. */
@@ -1183,6 +1214,7 @@ static void test_adamw(void **state)
         s.width = 8;
         s.steps = 10;
         s.dp = ranks[i % 5];
+        if (skips(s.dp, i, 3)) continue;
         s.zero.stage = i / 5 % 4;
         s.zero.dtype = i / 40 ? FT_BF16 : FT_F32;
         s.zero.weight_decay = 0.5;
@@ -1258,6 +1290,7 @@ static void test_not_finite(void **state)
         toy s = toy_default();
         s.steps = 4;
         s.dp = ranks[i % 4];
+        if (skips(s.dp, i, 3)) continue;
         s.zero.stage = i / 4 % 4;
         s.zero.dtype = i % 8 ? FT_F32 : FT_BF16;
         s.hook = one_bad_rank;
@@ -1332,8 +1365,8 @@ static void capture_free(capture *c)
     for (int i = 0; i < TH_STEPS; i++) free(c->grads[i]);
 }
 
-/* The data as given, on D ranks in M micro-batches and in every stage: loss and gradients of one rank
-   with one batch. */
+/* The data as given, on D ranks in M micro-batches and in every stage: loss and gradients of one
+   rank with one batch. */
 static void check_split(th_options o, int dp, int M, th_data_fn data)
 {
     capture whole, part;
@@ -1390,8 +1423,8 @@ static void nobody_counts(void *user, int step, int sample, int64_t T, int32_t *
     first_labels(step, sample, T, tokens, labels, 0);
 }
 
-/* Case 9. Sample m D + rank is the only row of its micro-batch: odd ones are rank 1's with D = 2, the
-   second micro-batch's with D = 1 and M = 2. */
+/* Case 9. Sample m D + rank is the only row of its micro-batch: odd ones are rank 1's with D = 2,
+   the second micro-batch's with D = 1 and M = 2. */
 static void test_uneven_tokens(void **state)
 {
     th_options o = small();
@@ -1404,7 +1437,7 @@ static void test_uneven_tokens(void **state)
     check_split(o, 3, 4, five_and_one);
 }
 
-/* Case 10: with D = 2, M = 1 the second rank's rows are 4..7; with M = 2 the second micro-batch's. */
+/* Case 10: rows 4..7 are the second rank's with D = 2, M = 1, the second micro-batch's with M = 2. */
 static void test_ignored_rank(void **state)
 {
     th_options o = small();
@@ -1502,6 +1535,7 @@ static void test_norm(void **state)
         th_options o = small();
         int tied = i / (LAYOUTS * 4);
         o.dp = layouts[i % LAYOUTS];
+        if (skips(o.dp, i, 3)) continue;
         o.zero.stage = i / LAYOUTS % 4;
         o.model.tie_embeddings = tied;
         o.steps = 1;
@@ -1518,7 +1552,7 @@ static void test_norm(void **state)
     }
 }
 
-/* ------------------------------------------------------------------------------ labels and logits */
+/* ---------------------------------------------------------------------------- labels and logits */
 
 typedef struct bad_value { int32_t value; int label, sample; int64_t at; } bad_value;
 
@@ -1538,6 +1572,7 @@ static void test_bad_labels_and_tokens(void **state)
         th_options o = small();
         bad_value bad = {values[i % 6], i / 6 % 2, 5, 6};
         char position[32];
+        if (skips(1, i, 5)) continue;
         o.dp = 4; /* 8 samples: row 1 of rank 2 */
         o.samples = 8;
         o.steps = 2;
@@ -1553,8 +1588,8 @@ static void test_bad_labels_and_tokens(void **state)
     }
 }
 
-/* Case 27. The loss is that of the logits at each position and the label given for it: nothing shifts
-   twice; and a logit depends on its own row up to its own position, no further. */
+/* Case 27. The loss is that of the logits at each position and the label given for it: nothing
+   shifts twice; and a logit depends on its own row up to its own position, no further. */
 static ft_status logits_of(th_rank *r, float *logits)
 {
     ft_tensor *l;
@@ -1612,7 +1647,7 @@ static void test_targets(void **state)
     th_free(run_ok(&o));
 }
 
-/* ------------------------------------------------------------------------- recompute under stage 3 */
+/* ---------------------------------------------------------------------- recompute under stage 3 */
 
 /* Case 19: after a backward nothing is gathered and nobody holds a unit; in between never more than
    the running units and those fetched ahead. */
@@ -1638,6 +1673,7 @@ static void test_recompute_and_gather(void **state)
     for (int i = 0; i < POLICIES * 3 * 2; i++) {
         ft_sac sac[8];
         th_options o = small();
+        if (skips(1, i, 3)) continue;
         o.dp = i / POLICIES % 3 + 1;
         o.micro_batches = 2;
         o.steps = 2;
@@ -1654,7 +1690,7 @@ static void test_recompute_and_gather(void **state)
     }
 }
 
-/* ----------------------------------------------------------------------------------- state errors */
+/* --------------------------------------------------------------------------------- state errors */
 
 typedef struct bench { /* two units of one matrix each, and what a step needs */
     ft_ctx *ctx;
@@ -1790,7 +1826,7 @@ static ft_status order_of_gradients(ft_ctx *ctx, void *user)
     FT_TRY(ft_zero_reduce(b.zero, 0));
     FT_TRY(ft_zero_get_shard(b.zero, 0, &shard));
     REFUSED(ft_zero_reduce(b.zero, 0), FT_ERR_STATE);   /* the sum of sums */
-    REFUSED(ft_zero_get_full(b.zero, 0), FT_ERR_STATE); /* what comes now would be lost, or doubled */
+    REFUSED(ft_zero_get_full(b.zero, 0), FT_ERR_STATE); /* it would be lost, or counted twice */
     FT_TRY(ft_zero_gather(b.zero, 1));
     REFUSED(ft_zero_step_end(b.zero, 0.1), FT_ERR_STATE);
     FT_TRY(ft_zero_release(b.zero, 1));
@@ -1820,7 +1856,7 @@ static ft_status one_backward_too_many(ft_ctx *ctx, void *user)
     return FT_OK;
 }
 
-/* A forward that is to have a backward belongs into a step; without a tape it may stand anywhere. */
+/* A forward that is to have a backward belongs into a step; without a tape it may be anywhere. */
 static ft_status forward_outside_a_step(ft_ctx *ctx, void *user)
 {
     bench b;
@@ -1913,15 +1949,15 @@ static void test_config_errors(void **state)
     }
 }
 
-/* ------------------------------------------------------------------------------ ranks that disagree */
+/* -------------------------------------------------------------------------- ranks that disagree */
 
 typedef struct disagreement {
     int which;
     ft_status status[4];
 } disagreement;
 
-enum { SAME = 0, SIZE, SHAPE, NAME, FLAGS, UNITS, STAGE, DTYPE, PREFETCH, OVERLAP, CLIP, DECAY, BETA,
-       OPTIMIZER, ACCUMULATE, REDUCE, DISAGREEMENTS };
+enum { SAME = 0, SIZE, SHAPE, NAME, FLAGS, UNITS, STAGE, DTYPE, PREFETCH, OVERLAP, CLIP, DECAY,
+       BETA, OPTIMIZER, ACCUMULATE, REDUCE, DISAGREEMENTS };
 
 static ft_status describe_differently(ft_ctx *ctx, void *user)
 {
@@ -1967,23 +2003,26 @@ static void test_disagreement(void **state)
         ft_status expected = which == SAME ? FT_OK : FT_ERR_COMM;
         for (int r = 0; r < 4; r++)
             if (d.status[r] != expected)
-                fail_msg("disagreement %d: rank %d got '%s'", which, r, ft_status_name(d.status[r]));
+                fail_msg("disagreement %d: rank %d got '%s'", which, r,
+                         ft_status_name(d.status[r]));
         assert_int_equal(status, expected);
     }
 }
 
-/* -------------------------------------------------------------------------------- export and import */
+/* ---------------------------------------------------------------------------- export and import */
 
 static float imported(int param, int64_t i, int round) /* bf16 holds these exactly */
 {
     return (float)((param * 37 + (int)i * 5 + round * 11) % 255 - 127) / 64.0f;
 }
 
-/* Writes ranges that begin and end anywhere and reads others; after each the whole is as expected on
-   every rank, and so are gathered weights. */
+/* Writes ranges that begin and end anywhere and reads others; after each the whole is as expected
+   on every rank, and so are gathered weights. */
 static ft_status ranges(toy_rank *r, th_moment moment, void *user)
 {
-    static const int64_t cuts[][2] = {{0, 1}, {0, 100}, {3, 94}, {7, 9}, {31, 2}, {50, 50}, {99, 1}};
+    static const int64_t cuts[][2] = {
+        {0, 1}, {0, 100}, {3, 94}, {7, 9}, {31, 2}, {50, 50}, {99, 1}
+    };
     float whole[TOY_TOTAL], now[TOY_TOTAL], part[TOY_TOTAL];
     (void)user;
     if (moment != TH_CREATED && moment != TH_STEP_DONE) return FT_OK;
@@ -2022,6 +2061,7 @@ static void test_export_import(void **state)
     for (int i = 0; i < LAYOUTS * 4 * 2 * 2; i++) {
         toy s = toy_default();
         s.dp = layouts[i % LAYOUTS];
+        if (skips(s.dp, i, 3)) continue;
         s.zero.stage = i / LAYOUTS % 4;
         s.zero.dtype = i / (LAYOUTS * 4) % 2 ? FT_BF16 : FT_F32;
         s.launch.async = i / (LAYOUTS * 8) ? FT_ON : FT_OFF;
@@ -2054,8 +2094,8 @@ static ft_status import_value(bench *b, int unit, float value)
     return ft_zero_import(b->zero, b->w[unit], 0, 25, values);
 }
 
-/* Weights that are gathered, were fetched ahead, or are on their way after a step, do not survive an
-   import. */
+/* Weights that are gathered, were fetched ahead, or are on their way after a step, do not survive
+   an import. */
 static ft_status import_wins(ft_ctx *ctx, void *user)
 {
     bench b;
@@ -2095,7 +2135,7 @@ static void test_import_wins(void **state)
     }
 }
 
-/* ------------------------------------------------------------------ hybrid sharding, other dtypes */
+/* ---------------------------------------------------------------- hybrid sharding, other dtypes */
 
 /* [H1] Copies hold the same bits, shard by shard. */
 static ft_status replicas_agree(th_rank *r, th_moment moment, void *user)
@@ -2131,6 +2171,7 @@ static void test_hybrid(void **state)
             th_result *zero = NULL;
             for (int stage = 0; stage < 4; stage++) {
                 th_options o = one;
+                if (skips(layout[i][0] / 2, stage + i, 2)) continue;
                 o.dp = layout[i][0];
                 o.micro_batches = M;
                 o.zero.shard_ranks = layout[i][1];
@@ -2172,7 +2213,7 @@ static void test_hybrid_idle(void **state)
         s.zero.shard_ranks = i % 2 + 1;
         s.zero.stage = i / 3;
         r = toy_ok(&s);
-        for (int t = 0; t < s.steps; t++) { /* gradients of idle ones are not final before the end */
+        for (int t = 0; t < s.steps; t++) { /* the idle ones' gradients are not final before */
             double off = distance(reference->weights[t + 1], r->weights[t + 1], r->total);
             double norm = fabs(reference->norm[t] - r->norm[t]);
             if (!(off <= 3e-6 && norm <= 3e-6 * reference->norm[t]))
@@ -2185,8 +2226,8 @@ static void test_hybrid_idle(void **state)
     }
 }
 
-/* Case 6: ranks hold 256, 1, 1, 1, 1, 1, 1, 1. On an fp32 wire that is 263; on a bf16 one 264, which
-   is 263 rounded once; never 256. */
+/* Case 6: ranks hold 256, 1, 1, 1, 1, 1, 1, 1. On an fp32 wire that is 263; on a bf16 one 264,
+   which is 263 rounded once; never 256. */
 typedef struct addends { ft_zero_config config; float expected; } addends;
 
 static ft_status small_addends(ft_ctx *ctx, void *user)
@@ -2232,8 +2273,8 @@ static void test_small_addends(void **state)
 }
 
 /* The same over micro-batches: 256, then 1 seven times, on 2 ranks. Added in bf16 the ones are lost
-   (256 + 1 rounds to 256, 512 + 2 to 512), in fp32 they are not; where the sum of all of them travels
-   in bf16 (stages 0 and 1), 263 becomes 264 on each rank. */
+   (256 + 1 rounds to 256, 512 + 2 to 512), in fp32 they are not; where the sum of all of them
+   travels in bf16 (stages 0 and 1), 263 becomes 264 on each rank. */
 static ft_status small_micro_batches(ft_ctx *ctx, void *user)
 {
     const addends *a = (const addends *)user;
@@ -2295,7 +2336,7 @@ static void test_fp32_accumulation(void **state)
     }
 }
 
-/* --------------------------------------------------------------------------------- other optimizers */
+/* ----------------------------------------------------------------------------- other optimizers */
 
 /* A user's own: the sign of the gradient, and the number of updates in its state. */
 static void sign_update(const ft_zero_update *u)
@@ -2381,10 +2422,10 @@ static void test_learning_rates(void **state)
         lr.schedule = (ft_schedule)kind;
         assert_int_equal(ft_lr_check(&lr), FT_OK);
         for (int64_t step = 0; step < 40; step++) {
-            double x = (double)((step < 24 ? step : 24) - 4) / 20, expected = 2;
+            double at = step < 24 ? (double)step : 24, x = (at - 4) / 20, expected = 2;
             if (kind == FT_LR_LINEAR) expected = 2 - 1.5 * x;
             if (kind == FT_LR_COSINE) expected = 0.5 + 0.75 * (1 + cos(acos(-1.0) * x));
-            if (kind == FT_LR_WSD && step > 19) expected = step < 24 ? 2 - 0.3 * (double)(step - 19) : 0.5;
+            if (kind == FT_LR_WSD && step > 19) expected = 7.7 - 0.3 * at;
             if (step < 4) expected = 0.5 * (double)(step + 1);
             assert_true(fabs(ft_lr_at(&lr, step) - expected) < 1e-12);
         }
@@ -2401,7 +2442,7 @@ static void test_learning_rates(void **state)
     for (int i = 0; i < 7; i++) assert_int_equal(ft_lr_check(&bad[i]), FT_ERR_ARG);
 }
 
-/* ------------------------------------------------------------------------- streams that are threads */
+/* --------------------------------------------------------------------- streams that are threads */
 
 /* Streams as threads, and random delays before every collective and copy: the same bits. The host
    does not wait between the steps, so that one step's work can run into the next one's. */
@@ -2411,6 +2452,7 @@ static void test_async(void **state)
     for (int i = 0; i < 4 * 2 * 2 * 2; i++) {
         ft_sac sac[8];
         th_options o = small();
+        if (skips(1, i % 16, 3)) continue;
         o.T = 4;
         o.steps = 3;
         o.dp = i / 16 ? 3 : i % 8 < 4 ? 2 : 4;
@@ -2434,7 +2476,7 @@ static void test_async(void **state)
     }
 }
 
-/* ------------------------------------------------------------------------------------------- main */
+/* ----------------------------------------------------------------------------------------- main */
 
 int main(void)
 {

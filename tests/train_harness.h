@@ -8,8 +8,9 @@
        th_result *r = th_run(&o);       (malloc'd: th_free)
        if (r->status != FT_OK) ... r->error
 
-   The global batch of a step is `samples` rows of T tokens, each a function of (step, sample) alone;
-   sample (m dp + rank) B + b is row b of micro-batch m of `rank`, B = samples / (dp micro_batches).
+   The global batch of a step is `samples` rows of T tokens, each a function of (step, sample)
+   alone; sample (m dp + rank) B + b is row b of micro-batch m of `rank`, B = samples / (dp
+   micro_batches).
    So the data do not depend on the layout, and neither do the weights at the start.
 
    th_rank_main(ctx, th_job *) is the program of one rank, for ft_launch and ft_sac_fit. */
@@ -166,8 +167,8 @@ static inline int64_t th_fill(const th_rank *r, int64_t B, int32_t *tokens, int3
     int64_t at = 0, counted = 0;
     for (int m = 0; m < o->micro_batches; m++)
         for (int b = 0; b < (int)B; b++, at += o->T)
-            (o->data ? o->data : th_data)(o->user, r->step, (m * o->dp + r->rank) * (int)B + b, o->T,
-                                          tokens + at, labels + at);
+            (o->data ? o->data : th_data)(o->user, r->step, (m * o->dp + r->rank) * (int)B + b,
+                                          o->T, tokens + at, labels + at);
     for (int64_t i = 0; i < at; i++) counted += labels[i] != -100;
     return counted;
 }
