@@ -70,7 +70,8 @@ build/train_llama: examples/train_llama.c $(HEADERS) | compiler ## the single-fi
 
 # The project's own text. Sorted, so that the run is the same everywhere.
 RUN_DATA := $(sort $(wildcard *.h examples/*.c tests/*.c tests/*/*.c tools/*.sh README.md Makefile))
-RUN_FLAGS := --dp 4 --zero-stage 3 --sac selective --sample 400
+RUN_FLAGS := --dp 4 --zero-stage 3 --sac selective --tie-embeddings --micro-batch-size 2 \
+    --steps 600 --lr 0.002 --warmup 30 --sample 400
 
 .PHONY: run
 run: build/train_llama ## train a Llama on this project's source, 4 ranks, ZeRO-3; then it writes

@@ -7223,7 +7223,7 @@ static ft_status ft__sac_within(ft__solver *v, int *found)
     return FT_OK;
 }
 
-/* Nothing was found: the smallest target that has a solution, by halving; its run names the least. */
+/* Nothing was found: halves in on the smallest target with a solution, whose run names the least. */
 static ft_status ft__sac_least(ft__solver *v)
 {
     size_t none = 0, some = v->reference->peak_bytes, wanted = v->budget->budget_bytes;

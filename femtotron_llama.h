@@ -575,6 +575,8 @@ static ft_status ft__llama_describe_units(ft_llama *m)
             FT_TRY(ft__llama_matrix(m, "model.", "embed_tokens.weight", vocab_rows, c->hidden,
                                     c->init_std, &m->embedding));
             if (m->tied) FT_TRY(ft_zero_share(m->zero, m->embedding_unit, m->tied));
+            if (c->tie_embeddings && m->P == 1 && m->V > 1) /* head and embedding: two chunks */
+                FT_TRY(ft_zero_tapes(m->zero, m->embedding_unit, 2));
         }
         for (int64_t i = m->first_layer[v]; i < m->first_layer[v + 1]; i++)
             FT_TRY(ft__llama_describe_layer(m, i));

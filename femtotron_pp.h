@@ -1,5 +1,5 @@
-/* femtotron_pp.h: pipeline parallelism: schedules as data, their simulation and drawing, and the
-   cut of layers into stages.
+/* femtotron_pp.h: pipeline parallelism: schedules as data, their simulation, drawing and runner,
+   and the cut of layers into stages.
 
    Do this, after #include "femtotron.h":
 
@@ -20,9 +20,9 @@
      keeps memory lowest), none splits a micro-batch, and none works with old weights: a step ends
      when all its micro-batches have, so that its result is that of one rank.
 
-   CONTENTS   >>schedule >>simulate >>draw >>layers, then the implementation:
+   CONTENTS   >>schedule >>simulate >>draw >>layers >>run, then the implementation:
      >>text.impl >>order.impl >>clock.impl >>rounds.impl >>schedule.impl >>validate.impl
-     >>simulate.impl >>draw.impl >>layers.impl
+     >>simulate.impl >>draw.impl >>layers.impl >>run.impl
 
    OPTIONS  (define before the include that has the implementation)
      FEMTOTRON_PP_IMPLEMENTATION   the implementation of this header alone. Default: off;
@@ -140,9 +140,10 @@
             schedule: gradients are added in the same order in all of them, and a chunk's are
             complete after B or W of micro-batch M - 1.
 
-   OWNERSHIP, THREADS, ERRORS  Nothing here needs a context. A schedule and a simulation are one
-     block of host memory each, freed by their _free; functions keep no state, so any thread may
-     call them. Errors are ft_status, with the sentence in ft_last_error().
+   OWNERSHIP, THREADS, ERRORS  A runner belongs to its context and that one's thread. All else needs
+     no context: a schedule and a simulation are one block of host memory each, freed by their
+     _free; functions keep no state, so any thread may call them. Errors are ft_status, with the
+     sentence in ft_last_error().
 
    LETTERS  P ranks of the pipeline, p one of them; V chunks a rank, c one of them; S = P V virtual
             stages, s one of them; M micro-batches, m one of them. Of a layer: C hidden, H query
@@ -246,7 +247,7 @@ typedef struct ft_pp_cost { /* any unit of time */
     const double *stage;    /* [P V] factor of each virtual stage's f, b, bi, w; NULL: all 1 */
     int blocking;           /* 0: exchanges run beside compute and wait for what they send, compute
                              waits for what it uses. 1: a rank does one thing at a time, in the
-                             list's order: what a runner without a second stream gets */
+                             list's order, as ft_pp_run does */
 } ft_pp_cost;
 
 FT_API ft_pp_cost ft_pp_cost_default(void);
@@ -314,9 +315,9 @@ FT_API ft_status ft_pp_layers_balance(int64_t layers, const double *cost, double
 
 /* What the runner needs to know of a rank's program. */
 typedef struct ft_pp_program {
-    /* Forward of one chunk for one micro-batch; records on the current tape, if there is one. x: the
-       output of the virtual stage before, NULL for the first; *out: what goes on, or the loss ([1]). x
-       stays the runner's. */
+    /* Forward of one chunk for one micro-batch; records on the current tape, if there is one. x:
+       the output of the virtual stage before, NULL for the first; *out: what goes on, or the loss
+       ([1]). x stays the runner's. */
     ft_status (*forward)(void *user, int chunk, int micro_batch, ft_tensor *x, ft_tensor **out);
     /* The loss of a micro-batch, on the rank of the last virtual stage, once backward (or a
        forward-only schedule) has it. The runner frees it afterwards. May be NULL. */
@@ -335,12 +336,12 @@ FT_API ft_status ft_pp_create(ft_ctx *ctx, const ft_mesh *mesh, const ft_pp_conf
    mesh's pp. Owned by the context. FT_ERR_COMM unless the stages agree on the config. */
 FT_API ft_status ft_pp_run(ft_pp *pp, const ft_pp_program *program);
 /* Obeys this rank's list once: a step's forwards and backwards. [R1] Exchanges run on the compute
-   stream, so that an input has come and an output has gone when the next action starts. [R2] A received
-   activation lives until its backward has made the gradient that is sent back; what was sent is freed at
-   once, if no backward of its own needs it. Memory of a micro-batch in flight: what its tape keeps, and
-   one boundary tensor of N C elements. Traffic, group "pp", M micro-batches, S bytes of the boundary
-   tensor: V M S forward and V M S backward for an inner rank, less what the first virtual stage does
-   not send back and the last does not send on. */
+   stream, so that an input has come and an output has gone when the next action starts. [R2] A
+   received activation lives until its backward has made the gradient that is sent back; what was
+   sent is freed at once, if no backward of its own needs it. Memory of a micro-batch in flight:
+   what its tape keeps, and one boundary tensor of N C elements. Traffic, group "pp", M
+   micro-batches, S bytes of the boundary tensor: V M S forward and V M S backward for an inner
+   rank, less what the first virtual stage does not send back and the last does not send on. */
 
 #endif /* FEMTOTRON_PP_H */
 
@@ -1515,7 +1516,7 @@ static void ft__pp_put_legend(ft__pp_text *t, const ft__pp_canvas *c)
 
 static ft_status ft__pp_draw(ft__pp_canvas *c, ft__pp_text *t)
 {
-    if (!(c->simulation->makespan / c->column < FT__PP_MAX_COLUMNS))
+    if (!(c->simulation->makespan / c->column < (double)FT__PP_MAX_COLUMNS))
         return ft_error(FT_ERR_ARG, "pipeline: a drawing of %g units in columns of %g is wider "
                         "than %d columns: give columns more time", c->simulation->makespan,
                         c->column, FT__PP_MAX_COLUMNS);
@@ -1836,7 +1837,7 @@ static ft_status ft__pp_receive(ft_pp *pp, const ft_pp_program *p, ft_tensor **o
     return ft_tensor_create(pp->ctx, out, p->dtype, p->ndim, p->shape, FT_TAG_ACT);
 }
 
-/* At P = 1 the next chunk is here too: its input is a copy, because it is a leaf of another tape. */
+/* At P = 1 the next chunk is here too: its input is a copy, being a leaf of another tape. */
 static ft_status ft__pp_pass_on(ft_pp *pp, const ft_pp_program *p, ft__pp_slot *from,
                                 ft__pp_slot *to)
 {
@@ -1916,9 +1917,10 @@ static ft_status ft__pp_cargo(ft_pp *pp, const ft_pp_program *p, const ft_pp_tra
     if (t->is_send) {
         *tensor = t->cargo == FT_PP_ACTIVATION ? s->out : s->x ? s->x->grad : NULL;
         if (*tensor && ft_numel(*tensor) > 0) return FT_OK;
-        return ft_error(FT_ERR_STATE, "pipeline rank %d has no %s of micro-batch %d, chunk %d to send "
-                        "(an input without a gradient?)", pp->rank, t->cargo == FT_PP_ACTIVATION ?
-                        "activation" : "gradient", t->micro_batch, t->chunk);
+        return ft_error(FT_ERR_STATE, "pipeline rank %d has no %s of micro-batch %d, chunk %d to "
+                        "send (an input without a gradient?)", pp->rank,
+                        t->cargo == FT_PP_ACTIVATION ? "activation" : "gradient", t->micro_batch,
+                        t->chunk);
     }
     ft_tensor **slot = t->cargo == FT_PP_ACTIVATION ? &s->x : &s->dout;
     FT_TRY(ft__pp_receive(pp, p, slot));
@@ -1948,7 +1950,8 @@ static ft_status ft__pp_exchange(ft_pp *pp, const ft_pp_program *p, const ft_pp_
         pp->p2p[i].is_send = a->transfers[i].is_send;
         FT_TRY(ft__pp_cargo(pp, p, &a->transfers[i], &pp->p2p[i].tensor));
     }
-    FT_TRY(ft_exchange(pp->group, ft_stream_get(pp->ctx, FT_STREAM_COMPUTE), a->n, pp->p2p)); /* [R1] */
+    ft_stream *stream = ft_stream_get(pp->ctx, FT_STREAM_COMPUTE); /* [R1] */
+    FT_TRY(ft_exchange(pp->group, stream, a->n, pp->p2p));
     for (int i = 0; i < a->n; i++)
         if (a->transfers[i].is_send) ft__pp_sent(pp, &a->transfers[i]);
     return FT_OK;

@@ -74,7 +74,10 @@
             in rank order; one clip coefficient follows for all. A norm that is not finite skips the
             update everywhere, by the same number on every rank.
      [P1]   A split backward (ft_backward_inputs, _weights): the first half gathers and releases, the
-            second only makes gradients, and reduces.
+            second only makes gradients, and reduces. Stages 2, 3: what the first half has of vectors
+            (norm weights) waits apart, 4 bytes an element, and goes into the next reduction, which
+            may be an earlier micro-batch's: equal to a whole backward up to rounding (one micro-batch:
+            bitwise). A matrix whose op does not split (a head) has its unit's whole gradient wait.
      [P2]   A unit with copies in other stages (ft_zero_share) is summed over them at the end of the step.
      [P3]   Gradients of which each tp rank has a part (FT_ZERO_PARTIAL) are summed over tp first.
      [H1]   Hybrid sharding: D = shard_ranks < dp ranks share one copy of the state; the dp / D copies are
@@ -232,6 +235,9 @@ FT_API ft_status ft_zero_share(ft_zero *zero, int unit, ft_group *group);
 /* The unit exists on every rank of `group` (the stages that hold a tied embedding): its gradients are
    summed over the group once a step, in ft_zero_step_end, so that the copies stay equal; the group's
    first rank counts it in the norm. Sent: 2 P_shard (R-1)/R, stage 0: 2 P_unit (R-1)/R. */
+FT_API ft_status ft_zero_tapes(ft_zero *zero, int unit, int tapes);
+/* The unit is entered on so many tapes of each micro-batch (chunks of one rank that share a table): its
+   gradients are complete after as many backwards. Default 1. */
 FT_API ft_status ft_zero_commit(ft_zero *zero, ft_zero_init_fn init, void *user);
 /* Ends the description: checks that all dp ranks described the same, allocates parameters (or
    shards) and optimizer state, and initialises this rank's part from `init`. */
@@ -342,6 +348,7 @@ typedef struct ft__zero_param {
     ft_tensor *grad;      /* view of the same place in grad; NULL if frozen */
     int unit, flags;
     int64_t offset;       /* in its flat */
+    ft_tensor *early;     /* [P1] contributions of first halves whose second has not come; or NULL */
     int fresh;            /* no contribution to the gradient yet */
     struct ft__zero_param *next;
 } ft__zero_param;
@@ -351,7 +358,8 @@ typedef struct ft__zero_unit {
     ft__zero_flat flat[2];     /* [0] trainable, [1] frozen: no gradients, no optimizer state */
     int gathered;         /* gathers not yet released */
     int resident;         /* weights are here or on their way */
-    int backwards;        /* micro-batches whose backward of this unit is over */
+    int tapes;            /* of a micro-batch that enter this unit */
+    int backwards;        /* tapes whose backward of this unit is over, in this step */
     int reduced;          /* reductions queued in this step */
     int shared;           /* [H2] the replicas' sum is queued */
     int last;             /* of its stretch (ft_zero_break) */
@@ -396,6 +404,7 @@ struct ft_zero {
     ft__zero_span *norm_spans, **norm_end; /* what this rank adds to the norm; `grad` alone is set */
     int n_norm_spans;
     int committed, in_step, micro_batches;
+    int first_halves;           /* [P1] regions that the first half of a split backward is in */
     int open[8], n_open;        /* units entered and not left, innermost last */
     ft__region *open_region[8];
     ft__region *regions;        /* closed, youngest first */
@@ -783,6 +792,7 @@ FT_API ft_status ft_zero_unit(ft_zero *zero, const char *name, int *unit)
     ft__zero_unit *u = &zero->units[zero->n_units];
     memset(u, 0, sizeof *u);
     strncpy(u->name, name, sizeof u->name - 1);
+    u->tapes = 1;
     *unit = zero->n_units++;
     return FT_OK;
 }
@@ -801,6 +811,15 @@ FT_API ft_status ft_zero_share(ft_zero *zero, int unit, ft_group *group)
         return ft_error(FT_ERR_STATE, "ft_zero_share: unit %d of %d, before ft_zero_commit, with a group",
                         unit, zero->n_units);
     if (ft_group_size(group) > 1) zero->units[unit].share = group;
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_tapes(ft_zero *zero, int unit, int tapes)
+{
+    if (zero->committed || unit < 0 || unit >= zero->n_units || tapes < 1)
+        return ft_error(FT_ERR_STATE, "ft_zero_tapes: unit %d of %d on %d tapes, before ft_zero_commit",
+                        unit, zero->n_units, tapes);
+    zero->units[unit].tapes = tapes;
     return FT_OK;
 }
 
@@ -1349,11 +1368,38 @@ FT_API ft_status ft_zero_get_full(ft_zero *zero, int unit)
     return ft_tensor_attach(u->flat[0].grad, FT_TAG_GRAD, zero->compute);
 }
 
+/* [P1] Between the halves of a split backward only vectors have gradients: they wait in buffers of their
+   own, so that no unit's whole gradient waits with them. */
+static ft_status ft__zero_early_get(ft__zero_param *p, ft_tensor **grad, int *accumulate)
+{
+    *accumulate = p->early != NULL;
+    if (!p->early)
+        FT_TRY(ft_tensor_create(p->zero->ctx, &p->early, p->grad->dtype, p->weight->ndim,
+                                p->weight->shape, FT_TAG_GRAD));
+    *grad = p->early;
+    return FT_OK;
+}
+
+static ft_status ft__unit_settle_early(ft_zero *z, int unit)
+{
+    for (ft__zero_param *p = z->params; p; p = p->next) {
+        if (p->unit != unit || !p->early) continue;
+        if (p->fresh) FT_TRY(ft_copy(p->grad, p->early, z->compute));
+        else FT_TRY(ft_accumulate(p->grad, p->early, z->compute));
+        ft_tensor_free(p->early);
+        p->early = NULL;
+        p->fresh = 0;
+    }
+    return FT_OK;
+}
+
 /* [G1] The first contribution overwrites, later ones add: no pass to zero the buffer. */
 static ft_status ft__zero_sink_get(void *user, ft_tensor *param, ft_tensor **grad, int *accumulate)
 {
     ft__zero_param *p = (ft__zero_param *)user;
     (void)param;
+    if (p->zero->shards_grads && p->zero->first_halves && p->weight->ndim == 1)
+        return ft__zero_early_get(p, grad, accumulate);
     FT_TRY(ft_zero_get_full(p->zero, p->unit));
     *grad = p->grad;
     *accumulate = !p->fresh;
@@ -1462,6 +1508,7 @@ FT_API ft_status ft_zero_reduce(ft_zero *zero, int unit)
     FT_TRY(ft__unit_check(zero, unit, "ft_zero_reduce"));
     ft__zero_unit *u = &zero->units[unit];
     FT_TRY(ft_zero_get_full(zero, unit));
+    FT_TRY(ft__unit_settle_early(zero, unit));
     FT_TRY(ft__unit_settle_fresh(zero, unit));
     FT_TRY(ft_stream_wait(zero->reduce_stream, ft_event_record(zero->compute))); /* [E3] */
     FT_TRY(ft__reduce_partial(zero, unit));
@@ -1579,6 +1626,7 @@ static ft_status ft__region_reached(ft_ctx *ctx, void *user, ft_phase phase)
     ft__region *r = (ft__region *)user;
     (void)ctx;
     if (phase == FT_PHASE_WEIGHTS) return FT_OK;
+    if (phase == FT_PHASE_INPUTS) r->zero->first_halves++;
     if (r->reads && !r->keep) FT_TRY(ft_zero_gather(r->zero, r->unit));
     return ft__prefetch_backward(r->zero, r);
 }
@@ -1596,11 +1644,13 @@ static ft_status ft__region_over(ft_ctx *ctx, ft__region *r)
         waiting |= other->tape == r->tape && other->unit == unit;
     ft_host_free(ctx, r);
     if (waiting || !z->units[unit].flat[0].elems) return FT_OK;
-    if (!z->in_step || z->units[unit].backwards == z->micro_batches)
+    int tapes = z->units[unit].tapes;
+    if (!z->in_step || z->units[unit].backwards == z->micro_batches * tapes)
         return ft_error(FT_ERR_STATE, "unit %s: more backwards than the %d micro-batches announced "
                         "to ft_zero_step_begin", z->units[unit].name, z->micro_batches);
     z->units[unit].backwards++;
-    if (!z->shards_grads && z->units[unit].backwards < z->micro_batches) return FT_OK;
+    if (z->units[unit].backwards % tapes) return FT_OK;
+    if (!z->shards_grads && z->units[unit].backwards < z->micro_batches * tapes) return FT_OK;
     return ft_zero_reduce(z, unit);
 }
 
@@ -1612,6 +1662,7 @@ static ft_status ft__region_passed(ft_ctx *ctx, void *user, ft_phase phase)
     if (phase != FT_PHASE_WEIGHTS && (r->reads || r->keep))
         FT_TRY(ft_zero_release(r->zero, r->unit));
     if (phase == FT_PHASE_INPUTS) {
+        r->zero->first_halves--;
         r->keep = 0; /* released: nothing is left to give back */
         return FT_OK;
     }

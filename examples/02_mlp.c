@@ -3,8 +3,22 @@
    Build:  cc -std=c11 -O2 -I. examples/02_mlp.c -o build/02_mlp -lm -lpthread
    Run:    build/02_mlp
 
-@OUTPUT@
-@LESSON@
+      step   1  loss 1.1058
+      step  50  loss 0.2256
+      step 100  loss 0.0105
+      peak       476160 bytes in backward linear; the most of each tag:
+      param      116224
+      grad       116224
+      optim      116224
+      act        197888
+      workspace   28672
+      other        1024
+
+   What to learn. Training is 01_tensor.c in a loop: forward on a tape, backward, an update. What it
+   costs: a gradient (grad) and a momentum (optim) for each weight (param), so three times the 29056
+   numbers of 4 bytes; activations (act), which grow with N instead; scratch of the matrix products
+   (workspace). The peak is less than the sum, because backward frees the activations of a layer as
+   it makes the gradients of that layer: at its end gradients are whole and activations are gone.
 
    LETTERS  N points, I inputs, C hidden, V classes, L layers.
    License: MIT, see LICENSE. */
@@ -36,8 +50,8 @@ static ft_status spirals(ft_ctx *ctx, int64_t first, int64_t n, ft_tensor **x, f
 }
 
 /* loss [1] = the mean over all points of -log softmax(w[L] h)[label]. */
-static ft_status forward(ft_ctx *ctx, ft_tensor **w, ft_tensor *x, ft_tensor *labels,
-                         ft_tensor **loss)
+static ft_status forward(ft_ctx *ctx, ft_tensor **w, ft_tensor *x,
+                         ft_tensor *labels, ft_tensor **loss)
 {
     ft_tensor *h = x, *z;
     for (int l = 0; l < L; l++) {
@@ -82,8 +96,8 @@ static ft_status rank_main(ft_ctx *ctx, void *user)
     (void)user;
     for (int l = 0; l <= L; l++) {
         int64_t shape[2] = { l < L ? C : V, l > 0 ? C : I };
-        for (int i = 0; i < C * C; i++) /* sin(k^2) jumps about as a random number does */
-            values[i] = (float)(sqrt(4.0 / (double)shape[1]) * sin(pow(l * C * C + i, 2)));
+        for (int64_t i = 0, k = l * C * C; i < C * C; i++, k++) /* sin(k^2): as good as random */
+            values[i] = (float)(sqrt(4.0 / (l > 0 ? C : I)) * sin((double)(k * k)));
         FT_TRY(ft_tensor_create(ctx, &w[l], FT_F32, 2, shape, FT_TAG_PARAM));
         FT_TRY(ft_tensor_create(ctx, &v[l], FT_F32, 2, shape, FT_TAG_OPTIM));
         FT_TRY(ft_upload(w[l], values));

@@ -3,8 +3,22 @@
    Build:  cc -std=c11 -O2 -I. examples/03_mlp_dp.c -o build/03_mlp_dp -lm -lpthread
    Run:    build/03_mlp_dp
 
-@OUTPUT@
-@LESSON@
+      step   1  loss 1.1058
+      step  50  loss 0.2256
+      step 100  loss 0.0105
+      peak       380672 bytes in backward linear; the most of each tag:
+      param      116224
+      grad       116224
+      optim      116224
+      act         49920
+      workspace   19456
+      other         768
+      sent       174336 a step: all-reduce, dp
+
+   What to learn. Against 02_mlp.c: each rank has a quarter of the points, so a quarter of the
+   activations; gradients are summed over the ranks, and each rank sends 2 (R-1)/R of their bytes.
+   `scale` is one over all points, so sums need no averaging, and the loss is that of one rank. But
+   w, dw and v are the same on every rank: three of the four copies are waste. ZeRO begins here.
 
    LETTERS  N points, n = N / R of a rank, I inputs, C hidden, V classes, L layers, R ranks.
    License: MIT, see LICENSE. */
@@ -36,8 +50,8 @@ static ft_status spirals(ft_ctx *ctx, int64_t first, int64_t n, ft_tensor **x, f
 }
 
 /* loss [1] = scale * the sum over this rank's points of -log softmax(w[L] h)[label]. */
-static ft_status forward(ft_ctx *ctx, ft_tensor **w, ft_tensor *x, ft_tensor *labels,
-                         ft_tensor *scale, ft_tensor **loss)
+static ft_status forward(ft_ctx *ctx, ft_tensor **w, ft_tensor *x,
+                         ft_tensor *labels, ft_tensor *scale, ft_tensor **loss)
 {
     ft_tensor *h = x, *z;
     for (int l = 0; l < L; l++) {
@@ -74,7 +88,7 @@ static void print_costs(const ft_ctx *ctx)
     for (int g = 0; g < ft_traffic_get(ctx, 8, t); g++)
         for (int c = 0; c < FT_COLLECTIVE_COUNT; c++)
             if (t[g].calls[c])
-                printf("sent %12lld bytes a step: %s, %s\n", (long long)t[g].sent_bytes[c] / STEPS,
+                printf("sent %12lld a step: %s, %s\n", (long long)t[g].sent_bytes[c] / STEPS,
                        ft_collective_name((ft_collective)c), t[g].group);
 }
 
@@ -93,8 +107,8 @@ static ft_status rank_main(ft_ctx *ctx, void *user)
     FT_TRY(ft_mesh_group(ctx, &mesh, FT_AXIS_DP, "dp", &dp));
     for (int l = 0; l <= L; l++) {
         int64_t shape[2] = { l < L ? C : V, l > 0 ? C : I };
-        for (int i = 0; i < C * C; i++) /* sin(k^2) jumps about as a random number does */
-            values[i] = (float)(sqrt(4.0 / (double)shape[1]) * sin(pow(l * C * C + i, 2)));
+        for (int64_t i = 0, k = l * C * C; i < C * C; i++, k++) /* sin(k^2): as good as random */
+            values[i] = (float)(sqrt(4.0 / (l > 0 ? C : I)) * sin((double)(k * k)));
         FT_TRY(ft_tensor_create(ctx, &w[l], FT_F32, 2, shape, FT_TAG_PARAM));
         FT_TRY(ft_tensor_create(ctx, &v[l], FT_F32, 2, shape, FT_TAG_OPTIM));
         FT_TRY(ft_upload(w[l], values));

@@ -6,7 +6,9 @@
                                             refusal of damaged files
 
    A file is complete in itself: config, weights, batch, optimizer settings, and what comes out. The
-   model is built from it in fp32 on one CPU rank. Compared, as relative errors (L2 over a tensor):
+   model is built from it in fp32 on one CPU rank; as a test also cut over two, by tp, by tp with
+   sequence parallelism and by pp (there without logits), where the shape allows. Compared, as relative
+   errors (L2 over a tensor):
 
        logits, loss, every gradient                                1e-5
        losses of the AdamW steps (same batch each time)            1e-5
@@ -20,6 +22,7 @@
 #include "femtotron.h"
 #include "femtotron_zero.h"
 #include "femtotron_tp.h"
+#include "femtotron_pp.h"
 #include "femtotron_llama.h"
 #include "femtotron_io.h"
 
@@ -53,13 +56,14 @@ typedef struct golden_train {
 
 typedef struct golden {
     const char *path;
+    int tp, sp, pp;       /* how the model is cut */
     ft_io_safetensors *file;
     ft_llama_config config;
     golden_train train;
     int64_t B, T;
     int32_t *tokens, *labels;
-    int64_t counted;
-    float *mine, *theirs; /* each as long as the longest tensor */
+    int64_t counted, most; /* labels that count; elements of the longest tensor */
+    float *mine, *theirs; /* [most] of each rank its own */
     /* Results. */
     int checked[GOLDEN_KINDS];
     double worst[GOLDEN_KINDS];
@@ -204,19 +208,15 @@ static ft_status golden_read_batch(golden *g)
 
 static ft_status golden_open(golden *g)
 {
-    int64_t most = 1;
+    g->most = 1;
     FT_TRY(ft_io_safetensors_open(g->path, &g->file));
     FT_TRY(golden_read_config(g));
     FT_TRY(golden_read_train(g));
     FT_TRY(golden_read_batch(g));
     for (int64_t i = 0; i < ft_io_safetensors_count(g->file); i++) {
         const ft_io_tensor *t = ft_io_safetensors_at(g->file, i);
-        if (t->elems > most) most = t->elems;
+        if (t->elems > g->most) g->most = t->elems;
     }
-    g->mine = (float *)calloc((size_t)most, sizeof(float));
-    g->theirs = (float *)calloc((size_t)most, sizeof(float));
-    if (!g->mine || !g->theirs) return ft_error(FT_ERR_OOM, "no memory for %lld floats",
-                                                (long long)most);
     return FT_OK;
 }
 
@@ -341,26 +341,37 @@ static ft_status golden_grads(golden *g, ft_llama *model)
     return FT_OK;
 }
 
-/* One training step; the gradients of the first are compared before the update. */
-static ft_status golden_step(golden *g, ft_ctx *ctx, ft_zero *zero, ft_llama *model,
-                             ft_tensor *tokens, ft_tensor *labels, int64_t step)
+typedef struct golden_run_state { /* of a rank */
+    ft_llama *model;
+    ft_zero *zero;
+    ft_pp *pp;
+    ft_pp_program program;
+    ft_tensor *tokens, *labels, *scale;
+} golden_run_state;
+
+static ft_status golden_chunk(void *user, int chunk, int m, ft_tensor *x, ft_tensor **out)
 {
-    ft_tape *tape = NULL;
-    ft_tensor *scale, *loss;
+    golden_run_state *r = (golden_run_state *)user;
+    (void)m;
+    return ft_llama_chunk(r->model, chunk, r->tokens, r->labels, r->scale, NULL, x, out);
+}
+
+static ft_status golden_add_loss(void *user, int m, ft_tensor *loss)
+{
+    (void)m;
+    return ft_zero_add_loss(((golden_run_state *)user)->zero, loss);
+}
+
+/* One training step; the gradients of the first are compared before the update. */
+static ft_status golden_step(golden *g, golden_run_state *r, int64_t step)
+{
     ft_zero_report report;
     char where[32];
-    FT_TRY(ft_zero_step_begin(zero, 1, g->counted, &scale));
-    FT_TRY(ft_tape_create(ctx, &tape));
-    FT_TRY(ft_tape_begin(tape));
-    FT_TRY(ft_llama_loss(model, tokens, labels, scale, NULL, &loss));
-    FT_TRY(ft_tape_end(tape));
-    FT_TRY(ft_backward(tape, loss, NULL));
-    FT_TRY(ft_zero_add_loss(zero, loss));
-    ft_tensor_free(loss);
-    ft_tape_free(tape);
-    if (step == 0) FT_TRY(golden_grads(g, model));
-    FT_TRY(ft_zero_step_end(zero, g->train.lr));
-    FT_TRY(ft_zero_report_get(zero, &report));
+    FT_TRY(ft_zero_step_begin(r->zero, 1, g->counted, &r->scale));
+    FT_TRY(ft_pp_run(r->pp, &r->program));
+    if (step == 0) FT_TRY(golden_grads(g, r->model));
+    FT_TRY(ft_zero_step_end(r->zero, g->train.lr));
+    FT_TRY(ft_zero_report_get(r->zero, &report));
 
     snprintf(where, sizeof where, "step %lld", (long long)step);
     FT_TRY(golden_floats(g, "losses", 1, &g->train.steps, g->theirs));
@@ -389,29 +400,72 @@ static ft_status golden_final(golden *g, ft_llama *model)
     return FT_OK;
 }
 
-static ft_status golden_rank(ft_ctx *ctx, void *user)
+static ft_status golden_verdict(const golden *g)
 {
-    golden *g = (golden *)user;
+    for (int k = 0; k < GOLDEN_KINDS; k++) {
+        int whole = g->tp * g->pp == 1; /* a cut model has no logits; its loss is the first step's */
+        if (!g->checked[k] && k != GOLDEN_KEY_BIASES && (whole || k > GOLDEN_LOSS))
+            return ft_error(FT_ERR_DATA, "no %s were compared", golden_names[k]);
+        if (g->checked[k] && !(g->worst[k] <= golden_limits[k]))
+            return ft_error(FT_ERR_DATA, "%s: error %.2e in %s is above %.0e", golden_names[k],
+                            g->worst[k], g->where[k], golden_limits[k]);
+    }
+    return FT_OK;
+}
+
+static ft_status golden_create(const golden *g, ft_ctx *ctx, golden_run_state *r)
+{
     ft_zero_config config = ft_zero_config_default();
-    ft_mesh mesh;
-    ft_zero *zero;
-    ft_llama *model;
-    ft_tensor *tokens, *labels;
+    ft_pp_config pipeline = ft_pp_config_default();
+    ft_llama_layout layout;
+    int64_t first_layer[3];
+    memset(&layout, 0, sizeof layout);
     config.optimizer = ft_zero_adamw(g->train.beta1, g->train.beta2, g->train.eps);
     config.weight_decay = g->train.decay;
     config.grad_clip = g->train.clip;
-    FT_TRY(ft_mesh_create(ctx, 1, 1, 1, &mesh));
-    FT_TRY(ft_zero_create(ctx, &config, &mesh, &zero));
-    FT_TRY(ft_llama_create(ctx, zero, &g->config, g->T, 1, &model));
-    FT_TRY(golden_match(g, model, "w/", 1));
-    FT_TRY(golden_match(g, model, "g/", 1));
-    FT_TRY(golden_match(g, model, "final/", 0));
-    FT_TRY(golden_import(g, model));
-    FT_TRY(golden_upload(ctx, g, &tokens, &labels));
-    FT_TRY(golden_forward(g, model, tokens, labels));
-    for (int64_t step = 0; step < g->train.steps; step++)
-        FT_TRY(golden_step(g, ctx, zero, model, tokens, labels, step));
-    return golden_final(g, model);
+    pipeline.ranks = g->pp;
+    FT_TRY(ft_mesh_create(ctx, 1, g->tp, g->pp, &layout.mesh));
+    FT_TRY(ft_tp_check(g->tp, g->sp, g->config.heads, g->config.kv_heads, g->config.intermediate, g->B,
+                       g->T));
+    FT_TRY(ft_pp_layers_uniform(g->config.layers, g->pp, first_layer));
+    if (g->tp > 1) FT_TRY(ft_tp_create(ctx, &layout.mesh, g->sp, &layout.tp));
+    layout.first_layer = first_layer;
+    FT_TRY(ft_zero_create(ctx, &config, &layout.mesh, &r->zero));
+    FT_TRY(ft_llama_create_part(ctx, r->zero, &g->config, &layout, g->T, 1, &r->model));
+    FT_TRY(ft_pp_create(ctx, &layout.mesh, &pipeline, &r->pp));
+    r->program.forward = golden_chunk;
+    r->program.loss = golden_add_loss;
+    r->program.user = r;
+    return ft_llama_boundary(r->model, g->B, g->T, &r->program.ndim, r->program.shape);
+}
+
+/* Each rank compares for itself, with arrays of its own. */
+static ft_status golden_train_rank(golden *g, ft_ctx *ctx)
+{
+    golden_run_state r;
+    memset(&r, 0, sizeof r);
+    FT_TRY(golden_create(g, ctx, &r));
+    FT_TRY(golden_match(g, r.model, "w/", 1));
+    FT_TRY(golden_match(g, r.model, "g/", 1));
+    FT_TRY(golden_match(g, r.model, "final/", 0));
+    FT_TRY(golden_import(g, r.model));
+    FT_TRY(golden_upload(ctx, g, &r.tokens, &r.labels));
+    if (ft_world(ctx) == 1) FT_TRY(golden_forward(g, r.model, r.tokens, r.labels));
+    for (int64_t step = 0; step < g->train.steps; step++) FT_TRY(golden_step(g, &r, step));
+    return golden_final(g, r.model);
+}
+
+static ft_status golden_rank(ft_ctx *ctx, void *user)
+{
+    golden own = *(golden *)user;
+    own.mine = (float *)ft_host_alloc(ctx, (size_t)own.most * sizeof(float));
+    own.theirs = (float *)ft_host_alloc(ctx, (size_t)own.most * sizeof(float));
+    if (!own.mine || !own.theirs) return FT_ERR_OOM;
+    FT_TRY(golden_train_rank(&own, ctx));
+    own.mine = own.theirs = NULL;
+    FT_TRY(golden_verdict(&own));
+    if (ft_rank(ctx) == 0) *(golden *)user = own;
+    return FT_OK;
 }
 
 /* ---- one file ---- */
@@ -422,31 +476,19 @@ static const char *golden_base(const char *path)
     return slash ? slash + 1 : path;
 }
 
-static ft_status golden_verdict(const golden *g)
-{
-    for (int k = 0; k < GOLDEN_KINDS; k++) {
-        if (!g->checked[k] && k != GOLDEN_KEY_BIASES)
-            return ft_error(FT_ERR_DATA, "no %s were compared", golden_names[k]);
-        if (g->checked[k] && !(g->worst[k] <= golden_limits[k]))
-            return ft_error(FT_ERR_DATA, "%s: error %.2e in %s is above %.0e", golden_names[k],
-                            g->worst[k], g->where[k], golden_limits[k]);
-    }
-    return FT_OK;
-}
-
 static ft_status golden_run(golden *g)
 {
     ft_config config = ft_config_default();
     FT_TRY(golden_open(g));
-    config.world = 1;
+    config.world = g->tp * g->pp;
     config.device = FT_CPU;
-    FT_TRY(ft_launch(&config, golden_rank, g));
-    return golden_verdict(g);
+    return ft_launch(&config, golden_rank, g);
 }
 
 static void golden_print(const golden *g, ft_status status)
 {
     printf("%-28s %s", golden_base(g->path), status == FT_OK ? "ok  " : "FAIL");
+    if (g->tp * g->pp > 1) printf("  %s %d", g->pp > 1 ? "pp" : g->sp ? "sp" : "tp", g->tp * g->pp);
     for (int k = 0; k < GOLDEN_KINDS; k++) {
         if (g->checked[k]) printf("  %s %.1e", golden_names[k], g->worst[k]);
     }
@@ -455,19 +497,52 @@ static void golden_print(const golden *g, ft_status status)
     fflush(stdout);
 }
 
+static void golden_close(golden *g)
+{
+    ft_io_safetensors_close(g->file);
+    free(g->tokens);
+    free(g->labels);
+}
+
 static ft_status golden_check(const char *path, int print)
 {
     golden g;
     memset(&g, 0, sizeof g);
     g.path = path;
+    g.tp = g.pp = 1;
     ft_status status = golden_run(&g);
     if (print) golden_print(&g, status);
-    ft_io_safetensors_close(g.file);
-    free(g.tokens);
-    free(g.labels);
-    free(g.mine);
-    free(g.theirs);
+    golden_close(&g);
     return status;
+}
+
+/* What does not let this file be cut so; NULL: it can be. */
+static const char *golden_obstacle(const golden *g)
+{
+    if (g->config.heads % g->tp) return "heads";
+    if (g->config.kv_heads % g->tp) return "kv_heads";
+    if (g->config.intermediate % g->tp) return "intermediate";
+    if (g->sp && g->B * g->T % g->tp) return "tokens";
+    return g->config.layers < g->pp ? "layers" : NULL;
+}
+
+/* Cut over two ranks: passes as on one, or is refused by the name of what does not divide. */
+static int golden_check_cut(const char *path, int tp, int sp, int pp)
+{
+    golden g;
+    memset(&g, 0, sizeof g);
+    g.path = path;
+    g.tp = tp;
+    g.sp = sp;
+    g.pp = pp;
+    ft_status status = golden_run(&g);
+    const char *obstacle = golden_obstacle(&g);
+    int good = obstacle ? status != FT_OK && strstr(ft_last_error(), obstacle) : status == FT_OK;
+    if (!obstacle || !good) golden_print(&g, status);
+    else printf("%-28s refused, %s %d: %s\n", golden_base(path), pp > 1 ? "pp" : sp ? "sp" : "tp", tp * pp,
+                obstacle);
+    golden_close(&g);
+    return good;
 }
 
 /* ---- as a test ---- */
@@ -489,6 +564,9 @@ static int golden_check_folder(const char *folder, int *failed)
         if (!golden_is_file(e->d_name)) continue;
         snprintf(path, sizeof path, "%s/%s", folder, e->d_name);
         *failed += golden_check(path, 1) != FT_OK;
+        *failed += !golden_check_cut(path, 2, 0, 1);
+        *failed += !golden_check_cut(path, 2, 1, 1);
+        *failed += !golden_check_cut(path, 1, 0, 2);
         n++;
     }
     closedir(dir);

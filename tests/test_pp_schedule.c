@@ -1,7 +1,7 @@
-/* Pipeline schedules as data: every kind, for P 1-8 ranks, M 1-32 micro-batches and V 1-4 chunks, is
-   complete, never uses what does not exist, keeps to the memory and the time that its closed form
-   says, and exchanges without deadlock. The simulator accepts a list if and only if the checks here
-   do. Layers are cut as brute force cuts them.
+/* Pipeline schedules as data: every kind, for P 1-8 ranks, M 1-32 micro-batches and V 1-4 chunks,
+   is complete, never uses what does not exist, keeps to the memory and the time that its closed
+   form says, and exchanges without deadlock. The simulator accepts a list if and only if the checks
+   here do. Layers are cut as brute force cuts them.
 
    cc -std=c11 -I. tests/test_pp_schedule.c -lcmocka -lm -lpthread
 
@@ -729,7 +729,8 @@ static void test_named(void **state)
     s = schedule_of(&config);
     BROKEN(ft_pp_action a = c.actions[1][0]; c.actions[1][0] = c.actions[1][2]; c.actions[1][2] = a;
            a = c.actions[1][1]; c.actions[1][1] = c.actions[1][3]; c.actions[1][3] = a,
-           "and meets action 0 of rank 1, to receive activation of micro-batch 1");
+           "action 0 of rank 1 is to receive activation of micro-batch 1 (chunk 0) from rank 0, "
+           "and meets action 1 of rank 0, to send activation of micro-batch 0 (chunk 0) to rank 1");
     ft_pp_schedule_free(s);
     assert_int_equal(allocated, 0);
 }
@@ -840,7 +841,7 @@ static void test_drawing_limits(void **state)
     assert_non_null(strstr(text, "\n0 |  0  1  2  3  4  5  6  7  8  9 10  .\n"
                                  "1 |  .  0  1  2  3  4  5  6  7  8  9 10\n"));
     assert_int_equal(ft_pp_draw(s, NULL, 0.5, text, sizeof text, NULL), FT_OK);
-    assert_non_null(strstr(text, "\n0 | 0   1   2   3   4   5   6   7   8   9  10    . .\n"));
+    assert_non_null(strstr(text, "\n0 | 0   1   2   3   4   5   6   7   8   9  10   . .\n"));
     assert_int_equal(ft_pp_draw(s, NULL, 24, text, sizeof text, NULL), FT_OK);
     REFUSED(ft_pp_draw(s, NULL, 1e-9, text, sizeof text, NULL), FT_ERR_ARG, "wider than");
     REFUSED(ft_pp_draw(s, NULL, -1, text, sizeof text, NULL), FT_ERR_ARG, "more than 0");
@@ -1096,7 +1097,7 @@ static void test_balance_model(void **state)
     int64_t first[5];
     for (int i = 0; i < 32; i++) cost[i] = 2;
     assert_int_equal(ft_pp_layers_balance(32, cost, 0.5, 6, 4, first), FT_OK);
-    /* 70.5 / 4 is 17.6, so the dearest has 9 layers, 18.5 at most: 9, 9, 8 and 6 + the head, 18. */
+    /* 70.5 / 4 is 17.6, and layers come in twos: 16.5, 18, 18 and 18 is the best there can be. */
     int64_t want[5] = {0, 8, 17, 26, 32};
     for (int s = 0; s < 5; s++) assert_int_equal(first[s], want[s]);
 }

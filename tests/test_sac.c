@@ -329,11 +329,14 @@ static void eight_budgets(void **state)
     check_budgets(&t);
 }
 
+/* And with a head so large that for many choices the loss makes the peak, outside of all layers. */
 static void eight_budgets_of_two_ranks_in_stage_3(void **state)
 {
     trial t;
     (void)state;
     trial_default(&t);
+    t.o.model.vocab = 600;
+    t.o.model.loss_chunk_tokens = 24;
     t.o.dp = 2;
     t.o.zero.stage = 3;
     t.o.zero.dtype = FT_BF16;
@@ -345,9 +348,10 @@ static void eight_budgets_of_two_ranks_in_stage_3(void **state)
 
    Four layers of x + W2 silu(W1 norm(x)); their widths differ, and two that look alike differ in
    that one's weights are frozen, so that it saves less. Of a layer's outputs (norm, W1, silu, W2,
-   sum) the first three are worth dropping: 8 masks a layer, 4096 choices, and each of them is run. */
+   sum) the first three are worth dropping: 8 masks a layer, 4096 choices, and each one is run. The
+   last layer also adds something wide that has no gradient, so that its forward makes the peak. */
 
-enum { STACK = 4, STACK_N = 24, STACK_C = 20 };
+enum { STACK = 4, STACK_N = 24, STACK_C = 20, STACK_WIDE = 400 };
 
 typedef struct stack {
     ft_sac sac[STACK];
@@ -363,7 +367,7 @@ static ft_status stack_tensor(ft_ctx *ctx, int64_t rows, int64_t cols, int requi
                               ft_tensor **out)
 {
     int64_t shape[2];
-    float values[96 * STACK_C];
+    float values[STACK_N * STACK_WIDE];
     shape[0] = rows;
     shape[1] = cols;
     for (int64_t i = 0; i < rows * cols; i++)
@@ -374,7 +378,21 @@ static ft_status stack_tensor(ft_ctx *ctx, int64_t rows, int64_t cols, int requi
     return ft_upload(*out, values);
 }
 
-static ft_status stack_layer(ft_ctx *ctx, ft_tensor **x, ft_tensor **w, ft_sac sac)
+/* x += side w, by way of something as wide as side. */
+static ft_status stack_side(ft_ctx *ctx, ft_tensor **x, ft_tensor *side, ft_tensor *w)
+{
+    ft_tensor *z, *q, *next;
+    FT_TRY(ft_scale(ctx, &z, side, 0.5));
+    FT_TRY(ft_linear(ctx, &q, z, w, NULL));
+    ft_tensor_free(z);
+    FT_TRY(ft_add(ctx, &next, *x, q));
+    ft_tensor_free(q);
+    ft_tensor_free(*x);
+    *x = next;
+    return FT_OK;
+}
+
+static ft_status stack_layer(ft_ctx *ctx, ft_tensor **x, ft_tensor **w, ft_tensor **side, ft_sac sac)
 {
     ft_tensor *y, *h, *g, *d, *next;
     FT_TRY(ft_segment_begin(ctx, "layer", sac));
@@ -388,6 +406,7 @@ static ft_status stack_layer(ft_ctx *ctx, ft_tensor **x, ft_tensor **w, ft_sac s
     FT_TRY(ft_add(ctx, &next, *x, d));
     ft_tensor_free(d);
     ft_tensor_free(*x);
+    if (side) FT_TRY(stack_side(ctx, &next, side[0], side[1]));
     FT_TRY(ft_segment_end(ctx, 1, &next));
     *x = next;
     return FT_OK;
@@ -396,7 +415,7 @@ static ft_status stack_layer(ft_ctx *ctx, ft_tensor **x, ft_tensor **w, ft_sac s
 static ft_status stack_rank(ft_ctx *ctx, void *user)
 {
     stack *s = (stack *)user;
-    ft_tensor *x, *in, *loss, *w[STACK][3];
+    ft_tensor *x, *in, *loss, *w[STACK][3], *side[2];
     ft_tape *tape;
     for (int i = 0; i < STACK; i++) {
         int grad = !stack_frozen[i];
@@ -405,10 +424,13 @@ static ft_status stack_rank(ft_ctx *ctx, void *user)
         FT_TRY(stack_tensor(ctx, STACK_C, stack_width[i], grad, 2 * i + 2, &w[i][2]));
     }
     FT_TRY(stack_tensor(ctx, STACK_N, STACK_C, 1, 99, &in));
+    FT_TRY(stack_tensor(ctx, STACK_N, STACK_WIDE, 0, 98, &side[0]));
+    FT_TRY(stack_tensor(ctx, STACK_C, STACK_WIDE, 0, 97, &side[1]));
     FT_TRY(ft_tape_create(ctx, &tape));
     FT_TRY(ft_tape_begin(tape));
     FT_TRY(ft_scale(ctx, &x, in, 2));
-    for (int i = 0; i < STACK; i++) FT_TRY(stack_layer(ctx, &x, w[i], s->sac[i]));
+    for (int i = 0; i < STACK; i++)
+        FT_TRY(stack_layer(ctx, &x, w[i], i == STACK - 1 ? side : NULL, s->sac[i]));
     FT_TRY(ft_mean(ctx, &loss, x));
     ft_tensor_free(x);
     FT_TRY(ft_tape_end(tape));

@@ -1,0 +1,93 @@
+#!/bin/sh
+# The ladder of examples as a reader meets it: each is at most 150 lines, builds by the build line in
+# its first comment without a warning, and prints, run by its run line, exactly what that comment
+# shows. Neighbours teach by their difference, so what shall not differ is held to it.
+#
+# usage: tests/test_examples.sh      from the project's root; CC=... another compiler, default cc
+# Last line: "N passed, N failed".
+set -u
+
+dir=$(mktemp -d "${TMPDIR:-/tmp}/ft_examples.XXXXXX") || exit 1
+trap 'rm -rf "$dir"' EXIT
+trap 'exit 1' HUP INT TERM
+limit=
+command -v timeout >/dev/null 2>&1 && limit="timeout -k 5 120"
+mkdir -p build
+
+passed=0 failed=0
+pass() { passed=$((passed + 1)); printf 'ok   %s\n' "$1"; }
+fail() { # NAME WHY [FILE]: the file's first lines say more
+    failed=$((failed + 1))
+    printf 'FAIL %s: %s\n' "$1" "$2"
+    if [ $# -gt 2 ]; then head -n 20 "$3"; fi
+}
+
+# The first comment's line "   WORD:  ...", and the output it shows: lines indented by 6 from the run
+# line to the lesson.
+line_of() { sed -n -e "s/^   $1:  *//p" -e '/\*\//q' "$2"; }
+shown_by() {
+    awk '/^   What to learn/ || /\*\// { exit } seen && /^      / { print substr($0, 7) }
+        /^   Run:/ { seen = 1 }' "$1"
+}
+# The program without its first comment.
+code_of() { sed '1,/\*\//d' "$1"; }
+
+# $limit and the build and run lines are commands with arguments: words meant to split.
+# shellcheck disable=SC2086
+check_example() { # FILE
+    name=$(basename "$1" .c)
+    lines=$(wc -l <"$1")
+    if [ "$lines" -le 150 ]; then pass "$name has at most 150 lines"
+    else fail "$name" "$lines lines, more than 150"; fi
+    if head -n 1 "$1" | grep -q "^/\* $name\.c: "; then pass "$name says what it is"
+    else fail "$name" "the first line does not begin with /* $name.c:"; fi
+
+    build=$(line_of Build "$1")
+    run=$(line_of Run "$1")
+    expected="cc -std=c11 -O2 -I. $1 -o build/$name -lm -lpthread"
+    if [ "$build" != "$expected" ]; then
+        fail "$name" "the build line is '$build', not '$expected'"
+        return
+    fi
+    rm -f "build/$name"
+    if ! ${CC:-cc} ${build#cc } >"$dir/err" 2>&1; then
+        fail "$name" "does not build" "$dir/err"
+        return
+    fi
+    if [ -s "$dir/err" ]; then fail "$name" "warnings" "$dir/err"; else pass "$name builds"; fi
+
+    shown_by "$1" >"$dir/shown"
+    $limit $run >"$dir/$name" 2>"$dir/err"
+    status=$?
+    if [ $status != 0 ]; then fail "$name" "exit status $status" "$dir/err"
+    elif [ ! -s "$dir/shown" ]; then fail "$name" "its comment shows no output"
+    elif ! diff "$dir/shown" "$dir/$name" >"$dir/diff"; then
+        fail "$name" "prints (>) what its comment does not show (<)" "$dir/diff"
+    else pass "$name prints what its comment shows"
+    fi
+}
+
+for file in examples/[0-9]*.c; do check_example "$file"; done
+
+# From one rank to ZeRO-3 the loss is the same at every step shown.
+for name in 03_mlp_dp 04_mlp_zero1 05_mlp_zero2 06_mlp_zero3; do
+    for example in 02_mlp "$name"; do
+        grep '^step' "$dir/$example" >"$dir/loss.$example" 2>/dev/null
+    done
+    if [ -s "$dir/loss.02_mlp" ] && cmp -s "$dir/loss.02_mlp" "$dir/loss.$name"; then
+        pass "$name has the loss of 02_mlp"
+    else
+        fail "$name" "its loss is not that of 02_mlp"
+    fi
+done
+
+# ZeRO's stages are one number apart.
+for pair in "04_mlp_zero1 05_mlp_zero2" "05_mlp_zero2 06_mlp_zero3"; do
+    code_of "examples/${pair% *}.c" | sed 's/config\.stage = [12];/config.stage = N;/' >"$dir/one"
+    code_of "examples/${pair#* }.c" | sed 's/config\.stage = [23];/config.stage = N;/' >"$dir/two"
+    if diff "$dir/one" "$dir/two" >"$dir/diff"; then pass "$pair: only the stage differs"
+    else fail "$pair" "more than the stage differs" "$dir/diff"; fi
+done
+
+echo "$passed passed, $failed failed"
+[ "$failed" = 0 ]
