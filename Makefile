@@ -142,6 +142,10 @@ test: ## all tests on the CPU; installs what they need first
 	@$(RUN_TESTS) $(addprefix build/,$(TESTS)) $(addprefix build/plain/,$(PLAIN_TESTS)) \
 	    $(TEST_SCRIPTS)
 
+.PHONY: examples
+examples: | compiler ## build and run the ladder of examples, each against the output it shows
+	@CC="$(CC)" sh tests/test_examples.sh
+
 .PHONY: test_programs asan_programs tsan_programs
 test_programs: $(addprefix build/,$(TESTS)) $(addprefix build/plain/,$(PLAIN_TESTS)) \
     build/train_llama

@@ -182,8 +182,8 @@ FT_API ft_stream *ft_stream_get(ft_ctx *ctx, ft_stream_kind kind);
 FT_API ft_event ft_event_record(ft_stream *stream);
 /* The point after all work queued so far. */
 FT_API ft_status ft_stream_wait(ft_stream *stream, ft_event event);
-/* Work queued on `stream` from now on starts after `event`. Never blocks the host. An event of the
-   same stream, or a zeroed one, is a no-op. */
+/* Work queued on `stream` from now on starts after `event`. Never blocks the host, unless there is no
+   memory to queue the wait. An event of the same stream, or a zeroed one, is a no-op. */
 FT_API ft_status ft_stream_sync(ft_stream *stream);
 /* Blocks the host until the stream is empty; returns the first error of its work. */
 FT_API ft_status ft_sync(ft_ctx *ctx);
@@ -1209,7 +1209,7 @@ ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user)
 struct ft__task {
     ft__task *next;
     ft_task_fn fn;
-    int always;        /* runs even after an error: it frees something */
+    int always;        /* runs even after an error: it frees something, or a free relies on it */
 };
 enum { FT__TASK_HEADER = 64, FT__TASK_LOCAL = 4096 };
 
@@ -1373,7 +1373,7 @@ static ft_status ft__stream_push(ft_stream *s, ft_task_fn fn, const void *arg, s
     if (!always) FT_TRY(ft__stream_error(s));
     if (!ft__async(s->ctx) || s->stop) return ft__stream_now(s, fn, arg, bytes);
     if (ft__stream_enqueue(s, fn, arg, bytes, always)) return FT_OK;
-    if (always) { /* what frees must not get lost: do it here, in its turn */
+    if (always) { /* it must not get lost: do it here, in its turn */
         ft__stream_drain(s);
         return ft__stream_now(s, fn, arg, bytes);
     }
@@ -1416,7 +1416,8 @@ ft_event ft_event_record(ft_stream *stream)
 
 /* Waits on the thread that calls it. This ends in any case: a stream's tasks wait only for events
    recorded before them, so there is no cycle, and collectives end on abort and on timeout. What
-   comes after the wait needs the other stream's results, so its error becomes this stream's. */
+   comes after the wait needs the other stream's results, so its error becomes this stream's. A
+   stream that has failed waits too: what it frees next the other stream may still be using. */
 static ft_status ft__wait_task(void *arg)
 {
     ft_event event = *(ft_event *)arg;
@@ -1436,7 +1437,8 @@ ft_status ft_stream_wait(ft_stream *stream, ft_event event)
                         "rank %d; ranks are ordered by collectives", event.stream->ctx->rank,
                         stream->ctx->rank);
     }
-    return ft__stream_push(stream, ft__wait_task, &event, sizeof event, 0);
+    FT_TRY(ft__stream_push(stream, ft__wait_task, &event, sizeof event, 1));
+    return ft__stream_error(stream);
 }
 
 ft_status ft_stream_sync(ft_stream *stream)

@@ -1102,28 +1102,34 @@ static ft_status ft__llama_broadcast(ft_llama *m, int root, int64_t n, float *va
     return FT_OK;
 }
 
-/* The global tensor on every rank: the ranks of its stage export their slices (over dp), then each tp
-   rank's slice goes to everyone and is pasted into place. */
-static ft_status ft__llama_collect(ft_llama *m, const ft_llama_param *p, ft__llama_export_fn export_part,
-                                   float *values)
+/* The global tensor on every rank: the ranks of `stage` export their slices (over dp) of `pack`, then
+   each tp rank's slice goes to everyone and is pasted into place. */
+static ft_status ft__llama_collect_from(ft_llama *m, const ft_llama_param *p, int stage, ft_tensor *pack,
+                                        ft__llama_export_fn export_part, float *values)
 {
     int dp = m->mesh.size[FT_AXIS_DP];
     int64_t n = p->slice.local_rows * p->slice.local_cols;
-    if (m->tp_size == 1 && m->P == 1) return export_part(m->zero, p->pack, p->first_elem, n, values);
+    if (m->tp_size == 1 && m->P == 1) return export_part(m->zero, pack, p->first_elem, n, values);
     float *local = (float *)ft_host_alloc(m->ctx, (size_t)n * sizeof *local);
     float *part = (float *)ft_host_alloc(m->ctx, (size_t)n * sizeof *part);
     if (!local || !part) return FT_ERR_OOM;
-    if (m->stage == p->stage) FT_TRY(export_part(m->zero, p->pack, p->first_elem, n, local));
+    if (m->stage == stage) FT_TRY(export_part(m->zero, pack, p->first_elem, n, local));
     for (int t = 0; t < (p->cut == FT_TP_WHOLE ? 1 : m->tp_size); t++) {
         ft_tp_slice slice;
         FT_TRY(ft_tp_slice_make(p->cut, m->tp_size, t, p->name, p->shape[0], p->shape[1], &slice));
         memcpy(part, local, (size_t)n * sizeof *part);
-        FT_TRY(ft__llama_broadcast(m, p->stage * dp * m->tp_size + t, n, part));
+        FT_TRY(ft__llama_broadcast(m, stage * dp * m->tp_size + t, n, part));
         if (values) ft_tp_slice_paste(&slice, sizeof *values, part, values);
     }
     ft_host_free(m->ctx, part);
     ft_host_free(m->ctx, local);
     return FT_OK;
+}
+
+static ft_status ft__llama_collect(ft_llama *m, const ft_llama_param *p, ft__llama_export_fn export_part,
+                                   float *values)
+{
+    return ft__llama_collect_from(m, p, p->stage, p->pack, export_part, values);
 }
 
 FT_API ft_status ft_llama_export(ft_llama *m, const ft_llama_param *p, float *values)
@@ -1135,7 +1141,16 @@ FT_API ft_status ft_llama_export(ft_llama *m, const ft_llama_param *p, float *va
 FT_API ft_status ft_llama_export_grad(ft_llama *m, const ft_llama_param *p, float *values)
 {
     FT_TRY(ft__llama_check_param(m, "ft_llama_export_grad", p));
-    return ft__llama_collect(m, p, ft_zero_export_grad, values);
+    FT_TRY(ft__llama_collect(m, p, ft_zero_export_grad, values));
+    if (!m->config.tie_embeddings || m->P == 1 || p != m->params) return FT_OK;
+    /* A tied table on two stages: before ft_zero_step_end each has its own part of the gradient. */
+    int64_t n = p->shape[0] * p->shape[1];
+    float *head = (float *)ft_host_alloc(m->ctx, (size_t)n * sizeof *head);
+    if (!head) return FT_ERR_OOM;
+    FT_TRY(ft__llama_collect_from(m, p, m->P - 1, p->twin, ft_zero_export_grad, head));
+    for (int64_t i = 0; i < n && values; i++) values[i] += head[i];
+    ft_host_free(m->ctx, head);
+    return FT_OK;
 }
 
 FT_API ft_status ft_llama_import(ft_llama *m, const ft_llama_param *p, const float *values)

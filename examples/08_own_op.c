@@ -3,6 +3,10 @@
    Build:  cc -std=c11 -O2 -I. examples/08_own_op.c -o build/08_own_op -lm -lpthread
    Run:    build/08_own_op
 
+      64 gradients agree with differences of the loss
+      step    1  loss 0.6958
+      step 1000  loss 0.1327
+
    What to learn. An op is a row: shapes, kernels, what its gradients read. So the tape can free for
    it, replay it (07_recompute.c), plan it on meta. Next: train_llama.c, made of rows like this one.
 
@@ -132,7 +136,7 @@ static ft_status rank_main(ft_ctx *ctx, void *user)
             for (int64_t i = 0; i < ft_numel(w[k]); i++) wk[i] -= 0.1f * dw[i];
             memset(dw, 0, ft_bytes(w[k])); /* the next backward adds to it */
         }
-        if (step % (STEPS / 2) == 0 || step == 1) printf("step %4d  loss %.4f\n", step, values[0]);
+        if (step == 1 || step == STEPS) printf("step %4d  loss %.4f\n", step, values[0]);
     }
     return FT_OK;
 }

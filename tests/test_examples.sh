@@ -32,9 +32,17 @@ shown_by() {
 # The program without its first comment.
 code_of() { sed '1,/\*\//d' "$1"; }
 
-# $limit and the build and run lines are commands with arguments: words meant to split.
+# $CC, $limit, the build and the run line are commands with arguments: words meant to split.
 # shellcheck disable=SC2086
-check_example() { # FILE
+build_example() { # FILE
+    name=$(basename "$1" .c)
+    build=$(line_of Build "$1")
+    rm -f "build/$name"
+    ${CC:-cc} ${build#cc } >"$dir/build.$name" 2>&1
+}
+
+# shellcheck disable=SC2086
+check_example() { # FILE, built
     name=$(basename "$1" .c)
     lines=$(wc -l <"$1")
     if [ "$lines" -le 150 ]; then pass "$name has at most 150 lines"
@@ -49,12 +57,12 @@ check_example() { # FILE
         fail "$name" "the build line is '$build', not '$expected'"
         return
     fi
-    rm -f "build/$name"
-    if ! ${CC:-cc} ${build#cc } >"$dir/err" 2>&1; then
-        fail "$name" "does not build" "$dir/err"
+    if [ ! -x "build/$name" ]; then
+        fail "$name" "does not build" "$dir/build.$name"
         return
     fi
-    if [ -s "$dir/err" ]; then fail "$name" "warnings" "$dir/err"; else pass "$name builds"; fi
+    if [ -s "$dir/build.$name" ]; then fail "$name" "warnings" "$dir/build.$name"
+    else pass "$name builds"; fi
 
     shown_by "$1" >"$dir/shown"
     $limit $run >"$dir/$name" 2>"$dir/err"
@@ -67,6 +75,14 @@ check_example() { # FILE
     fi
 }
 
+# Two compilers at a time.
+running=0
+for file in examples/[0-9]*.c; do
+    build_example "$file" &
+    running=$((running + 1))
+    if [ $((running % 2)) = 0 ]; then wait; fi
+done
+wait
 for file in examples/[0-9]*.c; do check_example "$file"; done
 
 # From one rank to ZeRO-3 the loss is the same at every step shown.

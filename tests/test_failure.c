@@ -12,8 +12,8 @@
      [F3] everything acquired is given back: blocks, threads, mutexes, conditions;
      [F4] nobody waits for the timeout: the launch ends long before it.
      [F5] Two refusals may pass, in runs that then have the result of an undisturbed one: the note
-          that queues a free on a stream that is a thread (the free is done at once, in its turn),
-          and on meta a thread beyond the first (the others do its work).
+          that queues a free or a wait on a stream that is a thread (it is done at once, in its
+          turn), and on meta a thread beyond the first (the others do its work).
 
    FT_FAILURE_STRIDE=N takes every N-th refusal of each sweep; the default is what fits in a minute,
    and is the whole sweep where it says so. A watchdog ends a run that hangs, and names it. */
@@ -49,7 +49,8 @@ static struct {
     int one_domain;          /* all threads count as D_MAIN: where ranks share their threads */
     int fired, fired_line;
     long blocks, objects;    /* not given back */
-    int damaged;             /* blocks freed twice, or never given out */
+    int damaged;             /* a block was freed twice, or while in use */
+    const char *in_use;      /* an address that no one may free now */
     int next_rank;
     long first[DOMAINS][MAX_LINES], last[DOMAINS][MAX_LINES]; /* by line: acquisitions there */
 } hook = {.lock = PTHREAD_MUTEX_INITIALIZER};
@@ -105,10 +106,12 @@ static void *hook_malloc(size_t bytes, int line) {
 static void hook_free(void *memory) {
     if (!memory) return;
     hook_block *b = (hook_block *)memory - 1;
-    if (b->head.mark != LIVE) {
-        hook.damaged = 1;
-        return;
-    }
+    pthread_mutex_lock(&hook.lock);
+    size_t before = hook.in_use ? (size_t)((uintptr_t)hook.in_use - (uintptr_t)memory) : SIZE_MAX;
+    int bad = b->head.mark != LIVE || before < b->head.bytes;
+    hook.damaged |= bad;
+    pthread_mutex_unlock(&hook.lock);
+    if (b->head.mark != LIVE) return;
     memset(b + 1, 0x5a, b->head.bytes);
     b->head.mark = 0;
     free(b);
@@ -617,7 +620,7 @@ static outcome run(program *p, const char *what) {
     if (hook.blocks || hook.objects || hook.damaged) {
         problem("%s: %s: %ld blocks, %ld threads, mutexes and conditions not given back%s (%s)",
                 p->name, what, hook.blocks, hook.objects,
-                hook.damaged ? "; one was freed twice" : "", o.text);
+                hook.damaged ? "; one was freed twice or in use" : "", o.text);
         hook.blocks = hook.objects = 0;
     }
     return o;
@@ -789,6 +792,64 @@ static void test_acquisitions_kinds(void **state) {
     for (int async = 0; async < 2; async++) {
         program p = kinds(async ? FT_ON : FT_OFF);
         sweep_acquisitions(&p, 1, 3);
+    }
+}
+
+/* A stream that fails frees what another stream uses only when that one is done: the wait between
+   them holds, whether the failure came before the wait was queued or after it. */
+static void sleep_ms(int ms) {
+    struct timespec t;
+    t.tv_sec = 0;
+    t.tv_nsec = ms * 1000000L;
+    nanosleep(&t, NULL);
+}
+
+static ft_status slow_user(void *arg) {
+    (void)arg;
+    sleep_ms(30);
+    pthread_mutex_lock(&hook.lock);
+    hook.in_use = NULL;
+    pthread_mutex_unlock(&hook.lock);
+    return FT_OK;
+}
+
+static ft_status late_failure(void *arg) {
+    (void)arg;
+    sleep_ms(10);
+    return ft_error(FT_ERR_IO, "a stream's work failed");
+}
+
+static ft_status failed_stream_body(ft_ctx *ctx, const program *p) {
+    ft_stream *compute = ft_stream_get(ctx, FT_STREAM_COMPUTE);
+    ft_stream *gather = ft_stream_get(ctx, FT_STREAM_GATHER);
+    int64_t n = 1000;
+    ft_tensor *t;
+    FT_TRY(ft_tensor_create(ctx, &t, FT_F32, 1, &n, FT_TAG_OTHER));
+    pthread_mutex_lock(&hook.lock);
+    hook.in_use = (const char *)ft_data(t);
+    pthread_mutex_unlock(&hook.lock);
+    FT_TRY(ft_stream_run(gather, slow_user, NULL, 0));
+    FT_TRY(ft_stream_run(compute, late_failure, NULL, 0));
+    if (p->train.split) (void)ft_stream_sync(compute); /* it has failed before the wait comes */
+    ft_status status = ft_stream_wait(compute, ft_event_record(gather));
+    ft_tensor_free(t);
+    return p->train.split ? status : ft_sync(ctx);
+}
+
+static void test_failed_stream(void **state) {
+    (void)state;
+    for (int before = 0; before < 2; before++) {
+        program p = training(0, FT_ON, 1);
+        snprintf(p.name, sizeof p.name, "a failed stream");
+        p.body = failed_stream_body;
+        p.launch.world = 1;
+        p.train.split = before;
+        sweep_begin();
+        outcome o = run(&p, before ? "failed before the wait" : "failed after the wait");
+        assert_string_equal(o.text, "rank 0: a stream's work failed");
+        assert_int_equal(o.status, FT_ERR_IO);
+        assert_int_equal(seen.status[0], FT_ERR_IO);
+        sweep_end(&p, "waits");
     }
 }
 
@@ -979,6 +1040,7 @@ int main(void) {
         cmocka_unit_test(test_acquisitions_stages),
         cmocka_unit_test(test_acquisitions_async),
         cmocka_unit_test(test_acquisitions_kinds),
+        cmocka_unit_test(test_failed_stream),
         cmocka_unit_test(test_limits),
         cmocka_unit_test(test_collectives),
         cmocka_unit_test(test_collectives_other),

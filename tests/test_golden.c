@@ -7,8 +7,8 @@
 
    A file is complete in itself: config, weights, batch, optimizer settings, and what comes out. The
    model is built from it in fp32 on one CPU rank; as a test also cut over two, by tp, by tp with
-   sequence parallelism and by pp (there without logits), where the shape allows. Compared, as relative
-   errors (L2 over a tensor):
+   sequence parallelism and by pp (without logits, and the first step's loss for the loss), where the
+   shape allows. Compared, as relative errors (L2 over a tensor):
 
        logits, loss, every gradient                                1e-5
        losses of the AdamW steps (same batch each time)            1e-5
@@ -403,7 +403,7 @@ static ft_status golden_final(golden *g, ft_llama *model)
 static ft_status golden_verdict(const golden *g)
 {
     for (int k = 0; k < GOLDEN_KINDS; k++) {
-        int whole = g->tp * g->pp == 1; /* a cut model has no logits; its loss is the first step's */
+        int whole = g->tp * g->pp == 1; /* a cut model has no logits, and its loss in steps */
         if (!g->checked[k] && k != GOLDEN_KEY_BIASES && (whole || k > GOLDEN_LOSS))
             return ft_error(FT_ERR_DATA, "no %s were compared", golden_names[k]);
         if (g->checked[k] && !(g->worst[k] <= golden_limits[k]))
@@ -425,8 +425,8 @@ static ft_status golden_create(const golden *g, ft_ctx *ctx, golden_run_state *r
     config.grad_clip = g->train.clip;
     pipeline.ranks = g->pp;
     FT_TRY(ft_mesh_create(ctx, 1, g->tp, g->pp, &layout.mesh));
-    FT_TRY(ft_tp_check(g->tp, g->sp, g->config.heads, g->config.kv_heads, g->config.intermediate, g->B,
-                       g->T));
+    FT_TRY(ft_tp_check(g->tp, g->sp, g->config.heads, g->config.kv_heads, g->config.intermediate,
+                       g->B, g->T));
     FT_TRY(ft_pp_layers_uniform(g->config.layers, g->pp, first_layer));
     if (g->tp > 1) FT_TRY(ft_tp_create(ctx, &layout.mesh, g->sp, &layout.tp));
     layout.first_layer = first_layer;
@@ -539,8 +539,8 @@ static int golden_check_cut(const char *path, int tp, int sp, int pp)
     const char *obstacle = golden_obstacle(&g);
     int good = obstacle ? status != FT_OK && strstr(ft_last_error(), obstacle) : status == FT_OK;
     if (!obstacle || !good) golden_print(&g, status);
-    else printf("%-28s refused, %s %d: %s\n", golden_base(path), pp > 1 ? "pp" : sp ? "sp" : "tp", tp * pp,
-                obstacle);
+    else printf("%-28s refused  %s %d: %s\n", golden_base(path), pp > 1 ? "pp" : sp ? "sp" : "tp",
+                tp * pp, obstacle);
     golden_close(&g);
     return good;
 }

@@ -800,8 +800,8 @@ static int64_t width_of(const run *s, ft_zero_dtype dtype)
 }
 
 /* Shards kept for all units (one micro-batch: for those that backward has been to), the unit at
-   work in the dtype of the wire, and with overlap its predecessor; after the last unit comes the first
-   one's next micro-batch. */
+   work in the dtype of the wire, and with overlap its predecessor; after the last unit comes the
+   first one's next micro-batch. */
 static int64_t hand_grad(const run *s)
 {
     int D = copy_ranks(s), sharded = s->zero.stage >= 2 && D > 1, M = s->micro_batches;
@@ -1011,9 +1011,9 @@ static void test_accumulate_bytes(void **state)
 /* ------------------------------------------------------------------------ the dtype of the wire */
 
 /* 256 + 7 * 1. In bf16 numbers above 256 are 2 apart and ties go to even: 263 is 264. Where the
-   wire is bf16 in hybrid sharding a copy's sum is rounded before the copies are added: 4 + 4 ranks give
-   260 + 4, 2 + 2 + 2 + 2 give 256 + 6. The same happens where a copy's fp32 sum goes into a bf16
-   shard (stages 2 and 3) before the copies add theirs. */
+   wire is bf16 in hybrid sharding, a copy's sum is rounded before the copies are added: 4 + 4 ranks
+   give 260 + 4, 2 + 2 + 2 + 2 give 256 + 6. So also where a copy's fp32 sum goes into a bf16 shard
+   (stages 2 and 3) before the copies add theirs. */
 static double case_6(const run *s)
 {
     int wide = width_of(s, s->zero.reduce_dtype) == 4;

@@ -392,7 +392,8 @@ static ft_status stack_side(ft_ctx *ctx, ft_tensor **x, ft_tensor *side, ft_tens
     return FT_OK;
 }
 
-static ft_status stack_layer(ft_ctx *ctx, ft_tensor **x, ft_tensor **w, ft_tensor **side, ft_sac sac)
+static ft_status stack_layer(ft_ctx *ctx, ft_tensor **x, ft_tensor **w, ft_tensor **side,
+                             ft_sac sac)
 {
     ft_tensor *y, *h, *g, *d, *next;
     FT_TRY(ft_segment_begin(ctx, "layer", sac));

@@ -225,7 +225,7 @@ static void check_three_micro_batches(ft_dtype dtype, double bound, double bound
 {
     ft_sac sac[8];
     th_options whole = small();
-    whole.samples = 72; /* 3 micro-batches on each layout */
+    whole.samples = SANITIZED ? 18 : 72; /* 3 micro-batches on each layout */
     whole.T = 4;
     whole.zero.dtype = dtype;
     th_result *one = run_ok(&whole);
@@ -236,7 +236,7 @@ static void check_three_micro_batches(ft_dtype dtype, double bound, double bound
             o.dp = layouts[d];
             o.micro_batches = 3;
             o.zero.stage = stage;
-            if (skips(o.dp, stage + d, 2)) continue;
+            if (skips(o.dp, stage + d + (o.dp == 1), 2)) continue;
             th_result *none = run_ok(&o);
             if (!zero) zero = none;
             close_losses(&o, zero, none, bound);
