@@ -182,8 +182,8 @@ FT_API ft_stream *ft_stream_get(ft_ctx *ctx, ft_stream_kind kind);
 FT_API ft_event ft_event_record(ft_stream *stream);
 /* The point after all work queued so far. */
 FT_API ft_status ft_stream_wait(ft_stream *stream, ft_event event);
-/* Work queued on `stream` from now on starts after `event`. Never blocks the host, unless there is no
-   memory to queue the wait. An event of the same stream, or a zeroed one, is a no-op. */
+/* Work queued on `stream` from now on starts after `event`. Never blocks the host. An event of the
+   same stream, or a zeroed one, is a no-op. */
 FT_API ft_status ft_stream_sync(ft_stream *stream);
 /* Blocks the host until the stream is empty; returns the first error of its work. */
 FT_API ft_status ft_sync(ft_ctx *ctx);
@@ -1209,8 +1209,11 @@ ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user)
 struct ft__task {
     ft__task *next;
     ft_task_fn fn;
-    int always;        /* runs even after an error: it frees something, or a free relies on it */
+    int always;        /* 0, or why it runs even after an error */
 };
+/* A free must not get lost, nor a wait that a free relies on. Without memory to queue it a free is
+   done at once all the same; a wait is too, but that is an error. */
+enum { FT__FREES = 1, FT__WAITS };
 enum { FT__TASK_HEADER = 64, FT__TASK_LOCAL = 4096 };
 
 static const char *ft__stream_name(const ft_stream *s)
@@ -1373,19 +1376,21 @@ static ft_status ft__stream_push(ft_stream *s, ft_task_fn fn, const void *arg, s
     if (!always) FT_TRY(ft__stream_error(s));
     if (!ft__async(s->ctx) || s->stop) return ft__stream_now(s, fn, arg, bytes);
     if (ft__stream_enqueue(s, fn, arg, bytes, always)) return FT_OK;
-    if (always) { /* it must not get lost: do it here, in its turn */
-        ft__stream_drain(s);
-        return ft__stream_now(s, fn, arg, bytes);
+    if (always != FT__FREES) {
+        ft_error(FT_ERR_OOM, "stream %s: no thread, or no %zu bytes of host memory, for its work",
+                 ft__stream_name(s), FT__TASK_HEADER + bytes);
+        (void)ft__stream_fail(s, FT_ERR_OOM);
+        if (!always) return FT_ERR_OOM;
     }
-    ft_error(FT_ERR_OOM, "stream %s: no thread, or no %zu bytes of host memory, for its work",
-             ft__stream_name(s), FT__TASK_HEADER + bytes);
-    return ft__stream_fail(s, FT_ERR_OOM);
+    ft__stream_drain(s);
+    ft_status status = ft__stream_now(s, fn, arg, bytes);
+    return always == FT__FREES ? status : ft__stream_error(s);
 }
 
 static ft_status ft__stream_run_always(ft_stream *s, ft_task_fn fn, const void *arg,
                                        size_t bytes)
 {
-    return ft__stream_push(s, fn, arg, bytes, 1);
+    return ft__stream_push(s, fn, arg, bytes, FT__FREES);
 }
 
 ft_status ft_stream_run(ft_stream *stream, ft_task_fn fn, const void *arg, size_t arg_bytes)
@@ -1437,7 +1442,7 @@ ft_status ft_stream_wait(ft_stream *stream, ft_event event)
                         "rank %d; ranks are ordered by collectives", event.stream->ctx->rank,
                         stream->ctx->rank);
     }
-    FT_TRY(ft__stream_push(stream, ft__wait_task, &event, sizeof event, 1));
+    FT_TRY(ft__stream_push(stream, ft__wait_task, &event, sizeof event, FT__WAITS));
     return ft__stream_error(stream);
 }
 
@@ -6710,16 +6715,25 @@ static void ft__node_done(ft__node *node)
     ft__node_forget(node);
 }
 
+/* What the kernels of those gradients read, of all that the node saved. */
+static unsigned ft__node_saved_for(const ft__node *node, unsigned grads)
+{
+    unsigned reads = 0;
+    for (int i = 0; i < node->row->n_in; i++)
+        if (grads & FT_IN(i)) reads |= node->row->saves[i];
+    return reads & node->saved;
+}
+
 /* [T6] The first half leaves a node for later with what the second half reads: the gradients of its
    outputs, and of what it saved the inputs of those kernels. Everything else ends now. */
 static void ft__node_half_done(ft__node *node)
 {
-    unsigned keep = 0, saved = node->saved, pinned = node->pinned;
-    for (int i = 0; i < node->row->n_in; i++)
-        if (node->later & FT_IN(i)) keep |= node->row->saves[i];
-    node->saved = saved & keep;
+    unsigned saved = node->saved, pinned = node->pinned;
+    unsigned want = node->later, keep = ft__node_saved_for(node, want);
+    if (node->want == want) node->later = 0; /* all of it is left, and counts in the second half */
+    node->saved = keep;
     node->pinned = 0;
-    node->want = node->later;
+    node->want = want;
     ft__node_need(node, saved & ~keep, -1);
     ft__node_need(node, pinned, -1);
 }
@@ -6742,6 +6756,8 @@ static ft_status ft__backward_visit(ft_ctx *ctx, ft__node *node, ft_phase phase)
     if (phase == FT_PHASE_INPUTS && wanted) node->later = ft__node_later(node);
     unsigned want = phase == FT_PHASE_INPUTS ? node->want & ~node->later : node->want;
     if (wanted && want) FT_TRY(ft__backward_node(ctx, node, want));
+    else if (node->later && phase == FT_PHASE_INPUTS) /* nothing is rebuilt in the second half */
+        FT_TRY(ft__node_read_all(node, ft__node_saved_for(node, node->later)));
     if (phase == FT_PHASE_INPUTS && node->later) ft__node_half_done(node);
     else ft__node_done(node);
     return FT_OK;

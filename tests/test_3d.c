@@ -199,7 +199,7 @@ static ft_status create_model(rank *r)
     if (l->tp > 1) FT_TRY(ft_tp_create(r->ctx, &r->mesh, l->sp, &r->tp));
     zero.stage = l->stage;
     zero.weight_decay = 0.1;
-    zero.grad_clip = 0.5; /* below every norm here: one coefficient for all shows in the next loss */
+    zero.grad_clip = 0.5; /* below every norm here: a wrong coefficient shows later */
     zero.keep_gathered = l->keep_gathered;
     zero.prefetch = l->lean ? 0 : 1;
     zero.reduce_overlap = l->lean ? FT_OFF : FT_ON;
@@ -772,7 +772,7 @@ static int64_t zero_tp_bytes(const layout *l, int p)
     return elems * 4 * 2 * (l->tp - 1) / l->tp * (l->stage < 2 || l->dp == 1 ? 1 : l->M);
 }
 
-/* A tied table's gradient, added up over its two stages once a step: stage 0 whole, else the shard. */
+/* A tied table's gradient, added over its two stages once a step: in ZeRO-0 whole, else a shard. */
 static int64_t tied_bytes(const layout *l, int p)
 {
     int64_t rows = (VOCAB + l->tp - 1) / l->tp, shard = (rows * HIDDEN + l->dp - 1) / l->dp;
@@ -860,8 +860,8 @@ static void test_gathers(void **state)
 
 static size_t rounded(int64_t elems) { return ft_accounted_bytes((size_t)elems * 4); }
 
-/* What a micro-batch keeps for backward on a stage, fp32, without recomputation: of each layer x, y,
-   r, y2; qkv, o, their log-sum-exp; gate/up, product. femtotron_llama.h, A LAYER'S FORWARD. */
+/* What a micro-batch keeps for backward on a stage, fp32, without recomputation: of each layer
+   x, y, r, y2; qkv, o, log-sum-exp; gate/up, product. femtotron_llama.h, A LAYER'S FORWARD. */
 static size_t kept_bytes(const layout *l)
 {
     int64_t N = rows_of(l) * l->T, C = HIDDEN;
@@ -919,8 +919,8 @@ static void check_zero3(const layout *given)
         size_t excess = gathered > saved ? gathered - saved : 0;
         if (three->mem[r].peak_bytes > two->mem[r].peak_bytes + excess)
             fail_msg("%s: rank %d: ZeRO-3's peak is %zu (%s), ZeRO-2's %zu; it saves %zu and "
-                     "gathers %zu", describe(&l), r, three->mem[r].peak_bytes, three->mem[r].peak_where,
-                     two->mem[r].peak_bytes, saved, gathered);
+                     "gathers %zu", describe(&l), r, three->mem[r].peak_bytes,
+                     three->mem[r].peak_where, two->mem[r].peak_bytes, saved, gathered);
     }
     drop(two);
     drop(three);

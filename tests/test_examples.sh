@@ -42,7 +42,7 @@ build_example() { # FILE
 }
 
 # shellcheck disable=SC2086
-check_example() { # FILE, built
+check_example() { # FILE
     name=$(basename "$1" .c)
     lines=$(wc -l <"$1")
     if [ "$lines" -le 150 ]; then pass "$name has at most 150 lines"

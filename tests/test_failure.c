@@ -12,8 +12,8 @@
      [F3] everything acquired is given back: blocks, threads, mutexes, conditions;
      [F4] nobody waits for the timeout: the launch ends long before it.
      [F5] Two refusals may pass, in runs that then have the result of an undisturbed one: the note
-          that queues a free or a wait on a stream that is a thread (it is done at once, in its
-          turn), and on meta a thread beyond the first (the others do its work).
+          that queues a free on a stream that is a thread (the free is done at once, in its turn),
+          and on meta a thread beyond the first (the others do its work).
 
    FT_FAILURE_STRIDE=N takes every N-th refusal of each sweep; the default is what fits in a minute,
    and is the whole sweep where it says so. A watchdog ends a run that hangs, and names it. */

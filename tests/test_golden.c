@@ -7,7 +7,7 @@
 
    A file is complete in itself: config, weights, batch, optimizer settings, and what comes out. The
    model is built from it in fp32 on one CPU rank; as a test also cut over two, by tp, by tp with
-   sequence parallelism and by pp (without logits, and the first step's loss for the loss), where the
+   sequence parallelism and by pp (without logits, and without the loss before training), where the
    shape allows. Compared, as relative errors (L2 over a tensor):
 
        logits, loss, every gradient                                1e-5

@@ -84,12 +84,13 @@ static float leaf_value(int leaf, int i) /* in [-1, 1], without a zero */
     return (float)(sin(1.7 * leaf + 0.9 * i) * 0.9 + (i % 2 ? 0.05 : -0.05));
 }
 
-static ft_status leaf_create(ft_ctx *ctx, int leaf, int requires_grad, ft_tensor **out)
+static ft_status leaf_create(ft_ctx *ctx, int leaf, int requires_grad, ft_tag tag,
+                             ft_tensor **out)
 {
     float values[N];
     int64_t n = N;
     for (int i = 0; i < N; i++) values[i] = leaf_value(leaf, i);
-    FT_TRY(ft_tensor_create(ctx, out, FT_F32, 1, &n, FT_TAG_PARAM));
+    FT_TRY(ft_tensor_create(ctx, out, FT_F32, 1, &n, tag));
     (*out)->requires_grad = requires_grad;
     return ft_upload(*out, values);
 }
@@ -124,6 +125,7 @@ typedef enum kind {
     EAT,     /* x^2/2. Saves x and writes the gradient over it */
     LATE,    /* x^2/2. Deferred; saves x and may write over it */
     CUBE,    /* x^3/2. Composite: queues SQUARE and MUL itself; saves x */
+    WEIGH,   /* a b. Saves both; parameters' gradients may be put off */
     KINDS
 } kind;
 
@@ -183,7 +185,7 @@ static ft_status own_forward(const ft_op_call *call)
     for (int64_t i = 0; i < call->in[0].shape[0]; i++)
         switch (kind_of(call)) {
         case SQUARE: case EAT: case LATE: y[i] = x[i] * x[i] * 0.5f; break;
-        case MUL: y[i] = x[i] * b[i]; break;
+        case MUL: case WEIGH: y[i] = x[i] * b[i]; break;
         case AVERAGE: y[i] = (x[i] + b[i]) * 0.5f; break;
         case SHIFT: y[i] = x[i] + 0.25f; break;
         case ADD: y[i] = x[i] + b[i]; break;
@@ -221,6 +223,10 @@ static ft_status own_backward(const ft_op_call *call)
         case MUL:
             if (call->accumulate[0] || call->accumulate[1])
                 return ft_error(FT_ERR_STATE, "asked to add, which the row does not offer");
+            if (call->din[0].present) give(call, 0, i, g * b[i]);
+            if (call->din[1].present) give(call, 1, i, g * x[i]);
+            break;
+        case WEIGH:
             if (call->din[0].present) give(call, 0, i, g * b[i]);
             if (call->din[1].present) give(call, 1, i, g * x[i]);
             break;
@@ -329,6 +335,10 @@ static int rows_make(void **state)
     rows[LATE] = row_make("own late", 1, 1);
     rows[LATE].saves[0] = FT_IN(0);
     rows[LATE].flags = FT_OP_DEFERRED | FT_OP_GRAD_OVER_IN;
+    rows[WEIGH] = row_make("own weigh", 2, 1);
+    rows[WEIGH].saves[0] = FT_IN(1);
+    rows[WEIGH].saves[1] = FT_IN(0);
+    rows[WEIGH].flags = FT_OP_SPLIT;
     rows[CUBE] = row_make("own cube", 1, 1);
     rows[CUBE].saves[0] = FT_IN(0);
     rows[CUBE].accumulates = 0;
@@ -383,6 +393,7 @@ typedef struct value {
     int node, out;       /* node -1: a tensor of the caller's, always there */
     size_t bytes;
     int requires_grad, held, keep, computed, consumed, rebuilt;
+    int stage_input;     /* a tensor of the caller's that is some other tape's value */
     int grad;            /* number of the buffer that its gradient is in, 0: none */
 } value;
 
@@ -391,6 +402,7 @@ typedef struct entry {
     int in[3], out[2];
     unsigned want, saved, pins; /* saved and pins: FT_IN, FT_OUT bits still in force */
     int segment, deferred, done, replays, cheap_replays, forwards, backwards;
+    int costs;           /* backwards that count flops: the halves of a split one count once */
     double flops;
 } entry;
 
@@ -580,32 +592,66 @@ static int model_sharers(const model *m, int buffer)
 static void model_contribute(model *m, int v, int shared)
 {
     value *x = &m->values[v];
-    if (!x->grad) x->grad = shared && x->node >= 0 ? shared : ++m->buffers;
+    int a_value = x->node >= 0 || x->stage_input;
+    if (!x->grad) x->grad = shared && a_value ? shared : ++m->buffers;
     else if (model_sharers(m, x->grad) > 1) x->grad = ++m->buffers;
 }
 
-static void model_backward_node(model *m, int n)
+/* What the node's backward reads is there; gradients of `want` get their contributions. */
+static void model_gradients(model *m, entry *d, unsigned want)
+{
+    int shared = d->row->flags & FT_OP_GRAD_PASS ? m->values[d->out[0]].grad : 0;
+    for (int i = 0; i < d->row->n_in; i++)
+        if (d->saved & FT_IN(i)) model_demand(m, d->in[i]);
+    for (int i = 0; i < d->row->n_out; i++)
+        if (d->saved & FT_OUT(i)) model_demand(m, d->out[i]);
+    if (!want) return;
+    if (d->deferred)
+        for (int i = 0; i < d->row->n_out; i++) m->values[d->out[i]].computed = 1;
+    d->deferred = 0;
+    if (d->row->flags & FT_OP_GRAD_SAME_01) shared = ++m->buffers;
+    d->backwards += !(d->row->flags & FT_OP_GRAD_PASS);
+    for (int i = 0; i < d->row->n_in; i++)
+        if (want & FT_IN(i)) model_contribute(m, d->in[i], shared);
+}
+
+/* Parameters whose gradients the first half puts off, and what stays saved for them. */
+static unsigned model_later(const model *m, const entry *d, unsigned *stay)
+{
+    unsigned later = 0;
+    *stay = 0;
+    if (!(d->row->flags & FT_OP_SPLIT)) return 0;
+    for (int i = 0; i < d->row->n_in; i++) {
+        const value *x = &m->values[d->in[i]];
+        if (!(d->want & FT_IN(i)) || x->node >= 0 || x->stage_input) continue;
+        later |= FT_IN(i);
+        *stay |= d->row->saves[i];
+    }
+    return later;
+}
+
+static void model_backward_node(model *m, int n, ft_phase phase)
 {
     entry *d = &m->nodes[n];
+    unsigned stay, later = 0;
     int wanted = 0;
     for (int i = 0; i < d->row->n_out; i++) wanted |= m->values[d->out[i]].grad != 0;
+    if (phase == FT_PHASE_INPUTS && wanted) later = model_later(m, d, &stay);
     if (wanted && d->want) {
-        int shared = d->row->flags & FT_OP_GRAD_PASS ? m->values[d->out[0]].grad : 0;
-        for (int i = 0; i < d->row->n_in; i++)
-            if (d->saved & FT_IN(i)) model_demand(m, d->in[i]);
-        for (int i = 0; i < d->row->n_out; i++)
-            if (d->saved & FT_OUT(i)) model_demand(m, d->out[i]);
-        if (d->deferred)
-            for (int i = 0; i < d->row->n_out; i++) m->values[d->out[i]].computed = 1;
-        d->deferred = 0;
-        if (d->row->flags & FT_OP_GRAD_SAME_01) shared = ++m->buffers;
-        d->backwards += !(d->row->flags & FT_OP_GRAD_PASS);
-        for (int i = 0; i < d->row->n_in; i++)
-            if (d->want & FT_IN(i)) model_contribute(m, d->in[i], shared);
+        int before = d->backwards;
+        if (later == d->want) d->saved &= stay; /* nothing runs now, but nothing is rebuilt later */
+        model_gradients(m, d, d->want & ~later);
+        if (!d->costs) d->costs = d->backwards > before;
     }
-    for (int i = 0; i < d->row->n_out; i++) m->values[d->out[i]].grad = 0;
-    d->saved = d->pins = 0;
-    d->done = 1;
+    d->pins = 0;
+    d->want = later;
+    if (later) {
+        d->saved &= stay;
+    } else {
+        for (int i = 0; i < d->row->n_out; i++) m->values[d->out[i]].grad = 0;
+        d->saved = 0;
+    }
+    d->done = !later;
     model_settle(m);
 }
 
@@ -651,13 +697,13 @@ typedef struct program {
     double at[MOST][N], grad[MOST][N];
 } program;
 
-#define LEAVES 3 /* 0 and 1 want gradients, 2 does not */
+#define LEAVES 4 /* 2 wants no gradient; 3 is a stage's input: of tag act, its gradient is a value's */
 
 static double kind_value(kind k, int out, double a, double b)
 {
     switch (k) {
     case SQUARE: case EAT: case LATE: return a * a / 2;
-    case MUL: return a * b;
+    case MUL: case WEIGH: return a * b;
     case AVERAGE: return (a + b) / 2;
     case SHIFT: return a + 0.25;
     case ADD: return a + b;
@@ -673,7 +719,7 @@ static double kind_slope(kind k, int out, int input, double a, double b)
 {
     switch (k) {
     case SQUARE: case EAT: case LATE: return a;
-    case MUL: return input ? a : b;
+    case MUL: case WEIGH: return input ? a : b;
     case AVERAGE: return 0.5;
     case SHIFT: case ADD: return 1;
     case SPLIT: return out ? -1 : a;
@@ -781,7 +827,7 @@ static int program_make(program *p, uint64_t seed)
     p->n_values = LEAVES;
     for (int v = 0; v < LEAVES; v++) {
         p->held[v] = 1;
-        p->differs[v] = v < 2;
+        p->differs[v] = v != 2;
         for (int i = 0; i < N; i++) p->at[v][i] = (double)leaf_value(v, i);
     }
     int segment = -1, ops = 2 + random_below(12);
@@ -808,6 +854,9 @@ static int program_make(program *p, uint64_t seed)
     return 1;
 }
 
+/* A backward, one in two halves, one that ends after the first half, or none. */
+typedef enum manner { WHOLE, SPLIT_IN_TWO, HALF, DROPPED } manner;
+
 typedef struct execution execution;
 
 typedef struct mark_at { execution *x; int node; } mark_at; /* stands after this node */
@@ -822,9 +871,10 @@ struct execution {
     ft_tensor *t[MOST];
     mark_at marks[MOST];
     int passed;          /* marks that backward came to */
+    int reached;         /* in this walk of backward: the lowest node that is done */
     ft_mem_stats mem;
     ft_flops before;
-    float grads[2][N];
+    float grads[LEAVES][N];
 };
 
 typedef struct fuzz {
@@ -841,15 +891,19 @@ static ft_status execution_check(execution *x)
                     want - x->base);
 }
 
-/* All nodes after `node` are done: what is alive now is known exactly. */
+/* The second book comes to where backward is: all nodes after `node` are done. */
+static void execution_advance(execution *x, int node, ft_phase phase)
+{
+    while (x->reached > node + 1) model_backward_node(&x->m, --x->reached, phase);
+}
+
+/* What is alive at a mark is known exactly. */
 static ft_status execution_mark(ft_ctx *ctx, void *user, ft_phase phase)
 {
-    (void)phase;
     const mark_at *at = (const mark_at *)user;
     execution *x = at->x;
     (void)ctx;
-    for (int n = x->m.n_nodes - 1; n > at->node; n--)
-        if (!x->m.nodes[n].done) model_backward_node(&x->m, n);
+    execution_advance(x, at->node, phase);
     x->passed++;
     ft_status status = execution_check(x);
     if (status == FT_OK) return status;
@@ -907,7 +961,7 @@ static ft_status execution_counts(execution *x)
     ft_flops_get(x->ctx, &flops);
     for (int n = 0; n < x->m.n_nodes; n++) {
         const entry *d = &x->m.nodes[n];
-        backward += 2 * d->flops * d->backwards;
+        backward += 2 * d->flops * d->costs;
         CHECK(d->replays <= 1 && d->cheap_replays <= 1 && d->replays + d->cheap_replays <= 1);
         if (!on_cpu(x->ctx)) continue;
         CHECK(x->counts.forward[n] == d->forwards + d->replays);
@@ -920,7 +974,28 @@ static ft_status execution_counts(execution *x)
     return FT_OK;
 }
 
-static ft_status execution_backward(execution *x)
+static ft_status execution_gradients(execution *x, ft_tensor *root)
+{
+    const program *p = x->p;
+    size_t grads = 0;
+    for (int v = 0; v < LEAVES; v++) {
+        CHECK((x->t[v]->grad != NULL) == (x->m.values[v].grad != 0) && x->t[v]->held);
+        grads += x->t[v]->grad ? BUF : 0;
+    }
+    CHECK(live(x->ctx) == x->base + LEAVES * BUF + grads + BUF);
+    CHECK(x->t[2]->grad == NULL && root->held);
+    FT_TRY(same_values(root, p->at[p->root]));
+    ft_tensor_free(root);
+    CHECK(live(x->ctx) == x->base + LEAVES * BUF + grads);
+    for (int v = 0; v < LEAVES; v++) {
+        if (!x->t[v]->grad) continue;
+        FT_TRY(same_values(x->t[v]->grad, p->grad[v]));
+        FT_TRY(ft_download(x->t[v]->grad, x->grads[v]));
+    }
+    return FT_OK;
+}
+
+static ft_status execution_backward(execution *x, manner how)
 {
     const program *p = x->p;
     ft_tensor *droot, *root = x->t[p->root];
@@ -931,44 +1006,42 @@ static ft_status execution_backward(execution *x)
     FT_TRY(ft_upload(droot, seed));
     x->m.values[p->root].grad = ++x->m.buffers;
     FT_TRY(execution_check(x));
-    FT_TRY(ft_backward(x->tape, root, droot));
-    CHECK(x->passed == p->n_ops);
-    for (int k = x->m.n_nodes - 1; k >= 0; k--)
-        if (!x->m.nodes[k].done) model_backward_node(&x->m, k);
-    size_t grads = (size_t)((x->t[0]->grad != NULL) + (x->t[1]->grad != NULL)) * BUF;
-    CHECK(live(x->ctx) == x->base + LEAVES * BUF + grads + BUF);
-    CHECK(x->t[2]->grad == NULL && x->t[0]->held && root->held);
-    FT_TRY(same_values(root, p->at[p->root]));
-    ft_tensor_free(root);
-    CHECK(live(x->ctx) == x->base + LEAVES * BUF + grads);
-    for (int v = 0; v < 2; v++) {
-        CHECK((x->t[v]->grad != NULL) == (x->m.values[v].grad != 0));
-        if (!x->t[v]->grad) continue;
-        FT_TRY(same_values(x->t[v]->grad, p->grad[v]));
-        FT_TRY(ft_download(x->t[v]->grad, x->grads[v]));
+    x->reached = x->m.n_nodes;
+    if (how == WHOLE) {
+        FT_TRY(ft_backward(x->tape, root, droot));
+        execution_advance(x, -1, FT_PHASE_WHOLE);
+    } else {
+        FT_TRY(ft_backward_inputs(x->tape, root, droot));
+        execution_advance(x, -1, FT_PHASE_INPUTS);
+        FT_TRY(execution_check(x));
+        if (how == HALF) return ft_tape_reset(x->tape);
+        x->reached = x->m.n_nodes;
+        FT_TRY(ft_backward_weights(x->tape));
+        execution_advance(x, -1, FT_PHASE_WEIGHTS);
     }
-    return FT_OK;
+    CHECK(x->passed == (how == WHOLE ? 1 : 2) * p->n_ops);
+    return execution_gradients(x, root);
 }
 
 /* The program once, under one policy a segment, from leaves to gradients (or dropped halfway). */
-static ft_status execution_run(execution *x, const ft_sac *sac, int backward)
+static ft_status execution_run(execution *x, const ft_sac *sac, manner how)
 {
     x->base = live(x->ctx);
     model_begin(&x->m);
     ft_flops_get(x->ctx, &x->before);
     ft_mem_reset_peak(x->ctx);
     for (int v = 0; v < LEAVES; v++) {
-        FT_TRY(leaf_create(x->ctx, v, v < 2, &x->t[v]));
-        x->m.values[model_value(&x->m, -1, BUF)].requires_grad = v < 2;
+        FT_TRY(leaf_create(x->ctx, v, v != 2, v == 3 ? FT_TAG_ACT : FT_TAG_PARAM, &x->t[v]));
+        x->m.values[model_value(&x->m, -1, BUF)].requires_grad = v != 2;
+        x->m.values[v].stage_input = v == 3;
     }
     FT_TRY(ft_tape_create(x->ctx, &x->tape));
     FT_TRY(ft_tape_begin(x->tape));
     FT_TRY(execution_forward(x, sac));
     FT_TRY(ft_tape_end(x->tape));
-    if (backward) {
-        FT_TRY(execution_backward(x));
-        FT_TRY(execution_counts(x));
-    } else FT_TRY(ft_tape_reset(x->tape));
+    if (how != DROPPED) FT_TRY(execution_backward(x, how));
+    if (how == WHOLE || how == SPLIT_IN_TWO) FT_TRY(execution_counts(x));
+    if (how == DROPPED) FT_TRY(ft_tape_reset(x->tape));
     ft_tape_free(x->tape);
     for (int v = 0; v < LEAVES; v++) ft_tensor_free(x->t[v]);
     CHECK(live(x->ctx) == x->base);
@@ -976,7 +1049,7 @@ static ft_status execution_run(execution *x, const ft_sac *sac, int backward)
     return ft_sync(x->ctx);
 }
 
-enum { POLICIES = 9 };
+enum { POLICIES = 9, RUNS = 2 * POLICIES }; /* each in a whole and in two halves */
 
 static void policy_make(int policy, uint64_t seed, int n, ft_sac *sac)
 {
@@ -988,18 +1061,20 @@ static void policy_make(int policy, uint64_t seed, int n, ft_sac *sac)
     }
 }
 
-static ft_status fuzz_policy(ft_ctx *ctx, fuzz *f, const program *p, int seed, int policy,
-                             float first[2][N])
+static ft_status fuzz_policy(ft_ctx *ctx, fuzz *f, const program *p, int seed, int number,
+                             float first[2][LEAVES][N])
 {
     ft_sac sac[MOST];
+    int policy = number / 2, split = number % 2;
+    manner how = policy == 5 ? (split ? HALF : DROPPED) : (split ? SPLIT_IN_TWO : WHOLE);
     execution *x = (execution *)ft_host_alloc(ctx, sizeof *x);
     if (!x) return FT_ERR_OOM;
     x->ctx = ctx;
     x->p = p;
     policy_make(policy, (uint64_t)seed, p->n_segments, sac);
-    FT_TRY(execution_run(x, sac, policy != 5));
-    if (policy == 0) memcpy(first, x->grads, sizeof x->grads);
-    CHECK(policy == 5 || memcmp(first, x->grads, sizeof x->grads) == 0);
+    FT_TRY(execution_run(x, sac, how));
+    if (policy == 0) memcpy(first[split], x->grads, sizeof x->grads);
+    CHECK(policy == 5 || memcmp(first[split], x->grads, sizeof x->grads) == 0);
     if (on_cpu(ctx)) f->mem[f->n_mem] = x->mem;
     CHECK(f->mem[f->n_mem].peak_bytes == x->mem.peak_bytes);
     CHECK(memcmp(f->mem[f->n_mem].at_peak, x->mem.at_peak, sizeof x->mem.at_peak) == 0);
@@ -1012,7 +1087,7 @@ static ft_status fuzz_policy(ft_ctx *ctx, fuzz *f, const program *p, int seed, i
 static ft_status fuzz_rank(ft_ctx *ctx, void *user)
 {
     fuzz *f = (fuzz *)user;
-    float first[2][N];
+    float first[2][LEAVES][N];
     program *p = (program *)ft_host_alloc(ctx, sizeof *p);
     if (!p) return FT_ERR_OOM;
     FT_TRY(register_rows(ctx));
@@ -1020,11 +1095,12 @@ static ft_status fuzz_rank(ft_ctx *ctx, void *user)
     for (int seed = 1, made = 0; made < f->programs; seed++) {
         if (!program_make(p, (uint64_t)seed)) continue;
         made++;
-        for (int policy = 0; policy < POLICIES; policy++) {
-            if (fuzz_policy(ctx, f, p, seed, policy, first) == FT_OK) continue;
+        for (int number = 0; number < RUNS; number++) {
+            if (fuzz_policy(ctx, f, p, seed, number, first) == FT_OK) continue;
             char text[1024];
             snprintf(text, sizeof text, "%s", ft_last_error());
-            return ft_error(FT_ERR_DATA, "program %d, policy %d: %s", seed, policy, text);
+            return ft_error(FT_ERR_DATA, "program %d, policy %d%s: %s", seed, number / 2,
+                            number % 2 ? ", in two halves" : "", text);
         }
     }
     return FT_OK;
@@ -1037,8 +1113,8 @@ static void random_graphs(void **state)
 {
     fuzz f;
     (void)state;
-    f.programs = 2000;
-    f.mem = (ft_mem_stats *)malloc((size_t)f.programs * POLICIES * sizeof *f.mem);
+    f.programs = 1200;
+    f.mem = (ft_mem_stats *)malloc((size_t)f.programs * RUNS * sizeof *f.mem);
     assert_non_null(f.mem);
     run_on(FT_CPU, fuzz_rank, &f);
     run_on(FT_META, fuzz_rank, &f);
@@ -1148,7 +1224,7 @@ static ft_status apply_rank(ft_ctx *ctx, void *user)
     (void)user;
     nested.forward_host = applying_host;
     nested.cost = NULL;
-    FT_TRY(leaf_create(ctx, 0, 1, &x));
+    FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
     in[0] = x;
     in[1] = NULL;
     REFUSED(ft_apply(ctx, &unknown, in, NULL, &y), FT_ERR_ARG, "unknown is not registered");
@@ -1183,8 +1259,8 @@ static ft_status order_rank(ft_ctx *ctx, void *user)
     odd = none;
     odd.kind = (ft_sac_kind)(FT_SAC_MASK + 1);
     FT_TRY(register_rows(ctx));
-    FT_TRY(leaf_create(ctx, 0, 1, &x));
-    FT_TRY(leaf_create(ctx, 1, 0, &frozen));
+    FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
+    FT_TRY(leaf_create(ctx, 1, 0, FT_TAG_PARAM, &frozen));
     FT_TRY(ft_tape_create(ctx, &a));
     FT_TRY(ft_tape_create(ctx, &b));
     REFUSED(ft_tape_end(a), FT_ERR_STATE, "not the one recording");
@@ -1261,7 +1337,7 @@ static ft_status write_by(ft_ctx *ctx, int how, ft_tensor *t)
     static int groups;
     char name[32];
     memset(values, 0, sizeof values);
-    FT_TRY(leaf_create(ctx, 5, 0, &other));
+    FT_TRY(leaf_create(ctx, 5, 0, FT_TAG_PARAM, &other));
     if (how == BY_UPLOAD) FT_TRY(ft_upload(t, values));
     if (how == BY_FILL) FT_TRY(ft_fill(t, 0.5, stream));
     if (how == BY_COPY) FT_TRY(ft_copy(t, other, stream));
@@ -1294,7 +1370,7 @@ static ft_status version_case(ft_ctx *ctx, int how, int where, int *refused)
     kind reader = where == NOT_SAVED ? SHIFT : where == OUTPUT_SAVED ? RELU : SQUARE;
     memset(&full, 0, sizeof full);
     full.kind = FT_SAC_FULL;
-    FT_TRY(leaf_create(ctx, 0, 1, &x));
+    FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
     FT_TRY(ft_tape_create(ctx, &tape));
     FT_TRY(ft_tape_begin(tape));
     FT_TRY(unary(ctx, SHIFT, x, &h));
@@ -1313,7 +1389,7 @@ static ft_status version_case(ft_ctx *ctx, int how, int where, int *refused)
     if (where == VALUE_SAVED || where == REPLAY_READS || where == NOT_SAVED)
         FT_TRY(write_by(ctx, how, h));
     if (where == OUTPUT_SAVED) FT_TRY(write_by(ctx, how, y));
-    FT_TRY(leaf_create(ctx, 3, 0, &d));
+    FT_TRY(leaf_create(ctx, 3, 0, FT_TAG_PARAM, &d));
     ft_status status = ft_backward(tape, z, d);
     *refused = status == FT_ERR_STATE && strstr(ft_last_error(), "written after") != NULL;
     CHECK(*refused || status == FT_OK);
@@ -1360,13 +1436,13 @@ static ft_status in_place_rank(ft_ctx *ctx, void *user)
     (void)user;
     memset(&sac, 0, sizeof sac);
     FT_TRY(register_rows(ctx));
-    FT_TRY(leaf_create(ctx, 0, 1, &x));
+    FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
     FT_TRY(ft_tensor_view(x, &view, 0, 1, &n));
     FT_TRY(ft_tape_create(ctx, &tape));
     FT_TRY(ft_tape_create(ctx, &other));
 
     /* Without a tape it is a plain overwrite: the handle is gone, the bytes stay. */
-    FT_TRY(leaf_create(ctx, 1, 0, &h));
+    FT_TRY(leaf_create(ctx, 1, 0, FT_TAG_PARAM, &h));
     size_t before = live(ctx);
     FT_TRY(unary(ctx, SCALE, h, &y));
     CHECK(live(ctx) == before);
@@ -1443,8 +1519,8 @@ static ft_status in_place_replay_rank(ft_ctx *ctx, void *user)
     row.cost = NULL;
     FT_TRY(register_rows(ctx));
     FT_TRY(ft_op_register(ctx, &row));
-    FT_TRY(leaf_create(ctx, 0, 1, &x));
-    FT_TRY(leaf_create(ctx, 3, 0, &d));
+    FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
+    FT_TRY(leaf_create(ctx, 3, 0, FT_TAG_PARAM, &d));
     FT_TRY(ft_tape_create(ctx, &tape));
     FT_TRY(ft_tape_begin(tape));
     FT_TRY(ft_segment_begin(ctx, "s", full));
@@ -1481,11 +1557,12 @@ static ft_status gone_rank(ft_ctx *ctx, void *user)
     ft_tape *tape;
     ft_tensor *x, *h, *y, *kept, *z, *results[2];
     ft_sac none;
+    int64_t one = 1;
     float values[N];
     (void)user;
     memset(&none, 0, sizeof none);
     FT_TRY(register_rows(ctx));
-    FT_TRY(leaf_create(ctx, 0, 1, &x));
+    FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
     FT_TRY(ft_tape_create(ctx, &tape));
     FT_TRY(ft_tape_begin(tape));
     FT_TRY(unary(ctx, SHIFT, x, &h));
@@ -1496,6 +1573,9 @@ static ft_status gone_rank(ft_ctx *ctx, void *user)
     REFUSED(ft_download(h, values), FT_ERR_STATE, "after it was freed");
     REFUSED(ft_upload(h, values), FT_ERR_STATE, "after it was freed");
     ft_tensor_free(h); /* a second time is harmless on a tape */
+    FT_TRY(ft_tensor_view(y, &z, 0, 1, &one));
+    REFUSED(unary(ctx, SQUARE, z, &kept), FT_ERR_STATE, "a view of a recorded tensor");
+    ft_tensor_free(z);
     FT_TRY(ft_segment_begin(ctx, "layer", none));
     FT_TRY(unary(ctx, SHIFT, y, &h));
     FT_TRY(unary(ctx, SQUARE, h, &kept));
@@ -1538,7 +1618,7 @@ static void handles_that_are_gone(void **state)
 static ft_status backward_of(ft_ctx *ctx, ft_tape *tape, ft_tensor *y)
 {
     ft_tensor *d;
-    FT_TRY(leaf_create(ctx, 3, 0, &d));
+    FT_TRY(leaf_create(ctx, 3, 0, FT_TAG_PARAM, &d));
     return ft_backward(tape, y, d);
 }
 
@@ -1549,8 +1629,8 @@ static ft_status leaves_rank(ft_ctx *ctx, void *user)
     double want[N];
     (void)user;
     FT_TRY(register_rows(ctx));
-    FT_TRY(leaf_create(ctx, 0, 1, &x));
-    FT_TRY(leaf_create(ctx, 1, 1, &w));
+    FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
+    FT_TRY(leaf_create(ctx, 1, 1, FT_TAG_PARAM, &w));
     FT_TRY(ft_tape_create(ctx, &tape));
     for (int round = 1; round <= 3; round++) { /* y = x w + x^2: d/dx = w + 2 x, d/dw = x */
         FT_TRY(ft_tape_begin(tape));
@@ -1618,8 +1698,8 @@ static ft_status sink_rank(ft_ctx *ctx, void *user)
     double want[N];
     (void)user;
     FT_TRY(register_rows(ctx));
-    FT_TRY(leaf_create(ctx, 0, 1, &x));
-    FT_TRY(leaf_create(ctx, 4, 0, &s.buffer)); /* holds anything: the first write must not add */
+    FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
+    FT_TRY(leaf_create(ctx, 4, 0, FT_TAG_PARAM, &s.buffer)); /* holds anything: the first write must not add */
     s.calls = s.fail = 0;
     x->sink.get = sink_get;
     x->sink.user = &s;
@@ -1727,6 +1807,85 @@ static void frozen_weights_save_nothing(void **state)
     run_on(FT_META, frozen_rank, NULL);
 }
 
+/* ------------------------------------------------------------------------ backward in two halves
+
+   Two linear layers: between the halves each holds its input and the gradient of its output, of what
+   policy ever; the weights are not read in the second half. */
+
+static ft_status halves_case(ft_ctx *ctx, ft_sac_kind policy, float grads[2][OUT_ * IN_])
+{
+    ft_tape *tape;
+    ft_tensor *x, *w1, *w2, *h, *y, *s, *z, *loss;
+    ft_sac sac;
+    memset(&sac, 0, sizeof sac);
+    sac.kind = policy;
+    FT_TRY(matrix(ctx, ROWS_, IN_, 0, &x));
+    FT_TRY(matrix(ctx, OUT_, IN_, 1, &w1));
+    FT_TRY(matrix(ctx, IN_, OUT_, 1, &w2));
+    FT_TRY(ft_tape_create(ctx, &tape));
+    REFUSED(ft_backward_weights(tape), FT_ERR_STATE, "ft_backward_inputs");
+    FT_TRY(ft_tape_begin(tape));
+    FT_TRY(ft_segment_begin(ctx, "s", sac));
+    FT_TRY(ft_scale(ctx, &h, x, 2));
+    FT_TRY(ft_linear(ctx, &y, h, w1, NULL));
+    FT_TRY(ft_silu(ctx, &s, y));
+    FT_TRY(ft_linear(ctx, &z, s, w2, NULL));
+    FT_TRY(ft_segment_end(ctx, 1, &z));
+    FT_TRY(ft_mean(ctx, &loss, z));
+    ft_tensor_free(z);
+    FT_TRY(ft_tape_end(tape));
+    FT_TRY(ft_backward_inputs(tape, loss, NULL));
+    CHECK(act(ctx) == 256 + (3840 + 5376) + (5376 + 3840));
+    CHECK(w1->grad == NULL && w2->grad == NULL);
+    CHECK(ft_tensor_need(w1) == 0 && ft_tensor_need(w2) == 0);
+    REFUSED(ft_backward(tape, loss, NULL), FT_ERR_STATE, "waits for ft_backward_weights");
+    REFUSED(ft_backward_inputs(tape, loss, NULL), FT_ERR_STATE, "waits for ft_backward_weights");
+    FT_TRY(ft_fill(w1, 0, ft_stream_get(ctx, FT_STREAM_COMPUTE)));
+    FT_TRY(ft_fill(w2, 0, ft_stream_get(ctx, FT_STREAM_COMPUTE)));
+    FT_TRY(ft_backward_weights(tape));
+    CHECK(act(ctx) == 256);
+    REFUSED(ft_backward_weights(tape), FT_ERR_STATE, "ft_backward_inputs");
+    ft_tensor_free(loss);
+    FT_TRY(ft_download(w1->grad, grads[0]));
+    FT_TRY(ft_download(w2->grad, grads[1]));
+    ft_tape_free(tape);
+    ft_tensor_free(x);
+    ft_tensor_free(w1);
+    ft_tensor_free(w2);
+    CHECK(live(ctx) == 0);
+    return FT_OK;
+}
+
+static ft_status halves_rank(ft_ctx *ctx, void *user)
+{
+    typedef float pair[2][OUT_ * IN_];
+    pair *grads = (pair *)ft_host_alloc(ctx, 2 * sizeof *grads);
+    double half = 0.25 * 0.125 * IN_, g = 1.0 / (ROWS_ * IN_), slope, sigmoid;
+    (void)user;
+    if (!grads) return FT_ERR_OOM;
+    for (int policy = 0; policy < 3; policy++) {
+        FT_TRY(halves_case(ctx, (ft_sac_kind)policy, grads[policy > 0]));
+        CHECK(policy == 0 || memcmp(grads[0], grads[1], sizeof *grads) == 0);
+    }
+    if (!on_cpu(ctx)) return FT_OK;
+    /* All weights are 1/8 and all of h is 1/4, so all of y is `half`. */
+    sigmoid = 1 / (1 + exp(-half));
+    slope = sigmoid * (1 + half * (1 - sigmoid));
+    for (int i = 0; i < OUT_ * IN_; i++) {
+        double dw1 = ROWS_ * 0.25 * slope * 0.125 * IN_ * g, dw2 = ROWS_ * half * sigmoid * g;
+        CHECK(fabs((double)grads[0][0][i] - dw1) < 1e-5 * dw1);
+        CHECK(fabs((double)grads[0][1][i] - dw2) < 1e-5 * dw2);
+    }
+    return FT_OK;
+}
+
+static void backward_in_two_halves(void **state)
+{
+    (void)state;
+    run_on(FT_CPU, halves_rank, NULL);
+    run_on(FT_META, halves_rank, NULL);
+}
+
 /* ----------------------------------------------------------------- roots, outputs, tapes, marks */
 
 /* The root stands in the middle of the tape: what was recorded after it gets no gradient. */
@@ -1739,8 +1898,8 @@ static ft_status root_rank(ft_ctx *ctx, void *user)
     (void)user;
     memset(&c, 0, sizeof c);
     FT_TRY(register_rows(ctx));
-    FT_TRY(leaf_create(ctx, 0, 1, &x));
-    FT_TRY(leaf_create(ctx, 1, 1, &w));
+    FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
+    FT_TRY(leaf_create(ctx, 1, 1, FT_TAG_PARAM, &w));
     FT_TRY(ft_tape_create(ctx, &tape));
     FT_TRY(ft_tape_begin(tape));
     FT_TRY(apply(ctx, SQUARE, x, NULL, &h, NULL, &c, 0));
@@ -1781,6 +1940,16 @@ static ft_status root_rank(ft_ctx *ctx, void *user)
         ft_tensor_free(which ? q : p);
     }
     CHECK(live(ctx) == 4 * BUF);
+
+    /* With a gradient given, the root's handle may be gone; then its value goes too. */
+    FT_TRY(ft_tape_begin(tape));
+    FT_TRY(unary(ctx, SQUARE, x, &h));
+    ft_tensor_free(h);
+    CHECK(live(ctx) == 4 * BUF);
+    FT_TRY(ft_tape_end(tape));
+    REFUSED(ft_backward(tape, h, NULL), FT_ERR_STATE, "not a live tensor");
+    FT_TRY(backward_of(ctx, tape, h));
+    CHECK(live(ctx) == 4 * BUF);
     return ft_sync(ctx);
 }
 
@@ -1803,8 +1972,8 @@ static ft_status two_tapes_rank(ft_ctx *ctx, void *user)
         ft_tape *tape[2];
         ft_tensor *x, *w, *h, *y[2];
         double want[N];
-        FT_TRY(leaf_create(ctx, 0, 1, &x));
-        FT_TRY(leaf_create(ctx, 1, 1, &w));
+        FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
+        FT_TRY(leaf_create(ctx, 1, 1, FT_TAG_PARAM, &w));
         for (int k = 0; k < 2; k++) {
             FT_TRY(ft_tape_create(ctx, &tape[k]));
             FT_TRY(ft_tape_begin(tape[k]));
@@ -1870,7 +2039,7 @@ static ft_status marks_rank(ft_ctx *ctx, void *user)
         memset(&all, 0, sizeof all);
         all.fail_at = fail_at;
         FT_TRY(ft_tape_mark(ctx, pass_mark, &p[3])); /* nothing records: nothing happens */
-        FT_TRY(leaf_create(ctx, 0, 1, &x));
+        FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
         all.w = x;
         FT_TRY(ft_tape_create(ctx, &tape));
         FT_TRY(ft_tape_begin(tape));
@@ -1910,7 +2079,7 @@ static ft_status deferred_case(ft_ctx *ctx, int read, int frozen, counts *c)
     double want[N];
     float values[N];
     memset(c, 0, sizeof *c);
-    FT_TRY(leaf_create(ctx, 0, !frozen, &x));
+    FT_TRY(leaf_create(ctx, 0, !frozen, FT_TAG_PARAM, &x));
     FT_TRY(ft_tape_create(ctx, &tape));
     FT_TRY(ft_tape_begin(tape));
     FT_TRY(unary(ctx, SHIFT, x, &h));
@@ -1998,7 +2167,7 @@ static ft_status source_rank(ft_ctx *ctx, void *user)
     row.cost = NULL;
     FT_TRY(register_rows(ctx));
     FT_TRY(ft_op_register(ctx, &row));
-    FT_TRY(leaf_create(ctx, 0, 1, &x));
+    FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
     FT_TRY(ft_tape_create(ctx, &tape));
     FT_TRY(ft_tape_begin(tape));
     FT_TRY(ft_segment_begin(ctx, "s", full));
@@ -2093,12 +2262,11 @@ static ft_status layer_check(layer *l)
 
 static ft_status layer_mark(ft_ctx *ctx, void *user, ft_phase phase)
 {
-    (void)phase;
     const layer_at *at = (const layer_at *)user;
     layer *l = at->layer;
     (void)ctx;
     for (int n = l->m.n_nodes - 1; n > at->node; n--)
-        if (!l->m.nodes[n].done) model_backward_node(&l->m, n);
+        if (!l->m.nodes[n].done) model_backward_node(&l->m, n, phase);
     return layer_check(l);
 }
 
@@ -2252,7 +2420,7 @@ static ft_status layer_run(layer *l, ft_sac sac, ft_flops *spent)
     l->m.values[X1].grad = ++l->m.buffers;
     FT_TRY(ft_backward(l->tape, l->t[X1], d));
     for (int n = l->m.n_nodes - 1; n >= 0; n--)
-        if (!l->m.nodes[n].done) model_backward_node(&l->m, n);
+        if (!l->m.nodes[n].done) model_backward_node(&l->m, n, FT_PHASE_WHOLE);
     FT_TRY(layer_check(l));
     ft_tensor_free(l->t[X1]);
     ft_flops_get(ctx, &end);
@@ -2441,6 +2609,7 @@ int main(void)
         cmocka_unit_test(leaves_add_up_over_backwards),
         cmocka_unit_test(sinks),
         cmocka_unit_test(frozen_weights_save_nothing),
+        cmocka_unit_test(backward_in_two_halves),
         cmocka_unit_test(roots_and_unused_outputs),
         cmocka_unit_test(two_tapes),
         cmocka_unit_test(marks),

@@ -2445,6 +2445,40 @@ static void test_learning_rates(void **state)
 
 /* --------------------------------------------------------------------- streams that are threads */
 
+/* Without overlap a unit is reduced before compute goes on: what compute has seen is final. */
+static ft_status reduced_at_once(th_rank *r, th_moment moment, void *user)
+{
+    uint64_t hash[2];
+    (void)user;
+    if (moment != TH_BACKWARD_DONE) return FT_OK;
+    for (int u = 0; u < r->zero->n_units; u++)
+        for (int k = 0; k < 2; k++) {
+            const ft__zero_flat *f = &r->zero->units[u].flat[0];
+            FT_TRY(k ? ft_sync(r->ctx) : ft_stream_sync(r->zero->compute));
+            hash[k] = ft__llama_fnv(ft__llama_fnv_begin(), ft_data(f->grad_mine),
+                                    (size_t)f->shard * ft_dtype_bytes(f->grad_mine->dtype));
+            CHECK(!k || hash[0] == hash[1]);
+        }
+    return FT_OK;
+}
+
+static void test_no_overlap(void **state)
+{
+    (void)state;
+    for (int stage = 0; stage < 4 && !SANITIZED; stage++) { /* it looks where a race would be */
+        th_options o = small();
+        o.T = 2;
+        o.dp = 2;
+        o.steps = 2;
+        o.zero.stage = stage;
+        o.zero.reduce_overlap = FT_OFF;
+        o.launch.async = FT_ON;
+        o.launch.delay_us = 2000;
+        o.hook = reduced_at_once;
+        th_free(run_ok(&o));
+    }
+}
+
 /* Streams as threads, and random delays before every collective and copy: the same bits. The host
    does not wait between the steps, so that one step's work can run into the next one's. */
 static void test_async(void **state)
@@ -2479,7 +2513,8 @@ static void test_async(void **state)
 
 /* ----------------------------------------------------------------------------------------- main */
 
-int main(void)
+/* An argument, such as test_as*, selects tests by name. */
+int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_state_errors),
@@ -2523,7 +2558,9 @@ int main(void)
         cmocka_unit_test(test_fp32_accumulation),
         cmocka_unit_test(test_other_optimizers),
         cmocka_unit_test(test_learning_rates),
+        cmocka_unit_test(test_no_overlap),
         cmocka_unit_test(test_async)
     };
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
