@@ -159,9 +159,8 @@ typedef struct ft_zero_config {
     int stage;              /* 0, 1, 2 or 3 */
     ft_dtype dtype;         /* of parameters and activations: FT_F32 or FT_BF16 */
     int prefetch;           /* stage 3: units gathered ahead of the running one; default 1 */
-    ft_switch reduce_overlap; /* stages 2 and 3: reduce a unit under the next one's backward; default
-                               on; costs one more unit of gradients. Stages 0 and 1 always do: their
-                               gradients stay anyway */
+    ft_switch reduce_overlap; /* reduce a unit under the next one's backward; default on; costs one more
+                               unit of gradients in stages 2 and 3. Off: compute waits for each */
     int keep_gathered;      /* stage 3: 1 keeps a unit from its first gather of a step to the step's end:
                                one gather of P a step instead of up to 2 a micro-batch, for the memory of
                                all gathered units (stage 2's). For pipelines with many micro-batches */
@@ -1519,6 +1518,8 @@ FT_API ft_status ft_zero_reduce(ft_zero *zero, int unit)
     u->reduce_done = ft_event_record(zero->reduce_stream);
     u->reduced++;
     if (u->reduced == zero->micro_batches) FT_TRY(ft__reduce_replicas(zero, u));
+    if (zero->config.reduce_overlap == FT_OFF)
+        FT_TRY(ft_stream_wait(zero->compute, u->reduce_done)); /* [E4] at once */
     if (!zero->shards_grads) return FT_OK;
     if (zero->config.reduce_overlap == FT_OFF) return ft__unit_free_grad(zero, unit);
     /* [Z2.2] With overlap the buffer stays until the next unit's reduction is queued. */

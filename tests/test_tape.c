@@ -3,8 +3,8 @@
    cc -std=c11 -I. tests/test_tape.c -lcmocka -lm -lpthread
 
    Two references, both written here. Gradients: the rules of calculus on doubles. Bytes and
-   replays: `model`, a second bookkeeping made from the manual's sentences alone. It has no reference
-   counts and no order of events: what is alive follows from the state of the whole graph, computed
+   replays: `model`, a second bookkeeping made from the manual's sentences alone. It counts no
+   references and follows no events: what is alive is concluded from the state of the whole graph,
    afresh for each comparison.
 
    Most graphs are made of ops that this file registers itself, one for each thing that a row can
@@ -697,7 +697,7 @@ typedef struct program {
     double at[MOST][N], grad[MOST][N];
 } program;
 
-#define LEAVES 4 /* 2 wants no gradient; 3 is a stage's input: of tag act, its gradient is a value's */
+#define LEAVES 4 /* 2 wants no gradient; 3, of tag act, is a stage's input: the value of another tape */
 
 static double kind_value(kind k, int out, double a, double b)
 {
@@ -1122,7 +1122,7 @@ static void random_graphs(void **state)
 }
 
 
-/* ----------------------------------------------------------------------------- rows of one's own */
+/* ---------------------------------------------------------------------------- rows of one's own */
 
 static ft_op good_row(void)
 {
@@ -1699,7 +1699,8 @@ static ft_status sink_rank(ft_ctx *ctx, void *user)
     (void)user;
     FT_TRY(register_rows(ctx));
     FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
-    FT_TRY(leaf_create(ctx, 4, 0, FT_TAG_PARAM, &s.buffer)); /* holds anything: the first write must not add */
+    /* It holds anything: the first write must not add. */
+    FT_TRY(leaf_create(ctx, 4, 0, FT_TAG_PARAM, &s.buffer));
     s.calls = s.fail = 0;
     x->sink.get = sink_get;
     x->sink.user = &s;
@@ -1809,8 +1810,8 @@ static void frozen_weights_save_nothing(void **state)
 
 /* ------------------------------------------------------------------------ backward in two halves
 
-   Two linear layers: between the halves each holds its input and the gradient of its output, of what
-   policy ever; the weights are not read in the second half. */
+   Two linear layers: between the halves each holds its input and the gradient of its output, under
+   every policy; the weights are not read in the second half. */
 
 static ft_status halves_case(ft_ctx *ctx, ft_sac_kind policy, float grads[2][OUT_ * IN_])
 {
