@@ -26,8 +26,8 @@
 
    OPTIONS  (define before the include that has FEMTOTRON_IMPLEMENTATION)
      FT_CBLAS      GEMMs call cblas_sgemm instead of the built-in loops. Default off. Set it where
-                   OpenBLAS or another CBLAS is installed; link it. Single-threaded BLAS is asked for,
-                   because every rank is a thread already.
+                   OpenBLAS or another CBLAS is installed; link it. Single-threaded BLAS is asked
+                   for, because every rank is a thread already.
      FT_MALLOC(n), FT_FREE(p)   host memory and the CPU device's storage. Default malloc and free.
                    Called by many threads at once; NULL from FT_MALLOC becomes FT_ERR_OOM, and
                    FT_FREE takes NULL.
@@ -35,7 +35,8 @@
 
    ENVIRONMENT
      FT_CPU_ASYNC=1   every stream of a CPU rank becomes a thread of its own. Slower; it makes a
-                      missing ft_stream_wait visible, as a GPU would. Default off: work runs at once.
+                      missing ft_stream_wait visible, as a GPU would. Default off: work runs at
+                      once.
      FT_DELAY_US=N    sleep up to N microseconds, at random, before every collective and every copy.
                       For tests of the same kind. Default 0.
 
@@ -48,14 +49,14 @@
                both are made by the same sequence of calls.
      stream    Work is queued on a stream and runs in its order; two streams are ordered only by
                events. The host runs ahead: a function returning FT_OK means "queued and valid".
-     tag       Each allocation says what it is for: param grad optim act gather comm workspace other.
-     tape      Ops run eagerly and leave a node behind; a tape belongs to one micro-batch.
+     tag       Each allocation says what it is for: param grad optim act gather comm workspace
+     other. tape      Ops run eagerly and leave a node behind; a tape belongs to one micro-batch.
      segment   A stretch of a tape (one layer) in which saved tensors may be dropped and rebuilt.
 
    OWNERSHIP, THREADS, ERRORS
-     A tensor that an op returns is a handle. ft_tensor_free() says that *the caller* will not use it
-     again; its storage goes as soon as no backward needs it. Handles recorded on a tape die with it.
-     A context belongs to one thread. Nothing here exits, prints, or changes a request silently.
+     A tensor that an op returns is a handle. ft_tensor_free() says that *the caller* will not use
+     it again; its storage goes as soon as no backward needs it. Handles recorded on a tape die with
+     it. A context belongs to one thread. Nothing here exits, prints, or changes a request silently.
      Fallible functions return ft_status; ft_last_error() has the sentence, for the calling thread.
 
    LETTERS  B batch, T tokens of a sequence, C hidden, H query heads, K kv heads, D head size,
@@ -147,10 +148,10 @@ typedef ft_status (*ft_rank_fn)(ft_ctx *ctx, void *user);
 
 FT_API ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user);
 /* Runs fn(ctx, user) once for each rank, each in a thread of its own, and returns when all ended.
-   The status and message of the rank that failed first become the caller's, after "rank N: ". A rank
-   that fails wakes its peers, whose pending and later collectives return FT_ERR_PEER naming it. An
-   error of a stream's work fails its rank, whatever fn returns. On meta ranks never wait for each
-   other: a few threads run them in turn, and of those that fail the lowest is reported.
+   The status and message of the rank that failed first become the caller's, after "rank N: ". A
+   rank that fails wakes its peers, whose pending and later collectives return FT_ERR_PEER naming
+   it. An error of a stream's work fails its rank, whatever fn returns. On meta ranks never wait for
+   each other: a few threads run them in turn, and of those that fail the lowest is reported.
    Streams are drained and all that a context owns is freed before the return. */
 
 FT_API int ft_rank(const ft_ctx *ctx);
@@ -299,7 +300,8 @@ FT_API ft_status ft_tensor_view(ft_tensor *base, ft_tensor **out, int64_t offset
 /* A contiguous part of base under a shape of its own. No memory. It has storage whenever base has;
    base must outlive it. A view of a recorded tensor is for ft_op_run and collectives alone. */
 FT_API ft_status ft_tensor_bind(ft_tensor *tensor, ft_tensor *base, int64_t offset_elems);
-/* Makes a tensor that has no storage a view of base: for handles given out before the base is made. */
+/* Makes a tensor that has no storage a view of base: for handles given out before the base is
+   made. */
 FT_API ft_status ft_tensor_attach(ft_tensor *tensor, ft_tag tag, ft_stream *home);
 /* Allocates storage for a tensor that has none, to be used first on stream `home`. */
 FT_API ft_status ft_tensor_detach(ft_tensor *tensor, ft_stream *last);
@@ -324,9 +326,9 @@ FT_API ft_status ft_accumulate(ft_tensor *to, const ft_tensor *from, ft_stream *
 /* to += from; same number of elements, fp32 or bf16 each; added in fp32 and rounded once. */
 FT_API ft_status ft_matmul(ft_tensor *c, const ft_tensor *a, int transpose_a, const ft_tensor *b,
                            int transpose_b, int accumulate, ft_stream *stream);
-/* c[m,n] = or += A B, unrecorded, for composite ops. A [m,k] is a, or a^T from a[k,m]; B [k,n] is b,
-   or b^T from b[n,k]. a, b, c have two dimensions or more: leading ones count as rows. fp32 or bf16
-   each, products summed in fp32 and rounded once. 2 m n k flops; GEMM workspace. */
+/* c[m,n] = or += A B, unrecorded, for composite ops. A [m,k] is a, or a^T from a[k,m]; B [k,n] is
+   b, or b^T from b[n,k]. a, b, c have two dimensions or more: leading ones count as rows. fp32 or
+   bf16 each, products summed in fp32 and rounded once. 2 m n k flops; GEMM workspace. */
 
 /* ------------------------------------------------------------------------------------ >>groups */
 
@@ -341,8 +343,8 @@ FT_API const char *ft_collective_name(ft_collective kind);
 
 FT_API ft_status ft_group_create(ft_ctx *ctx, const char *name, int n, const int *ranks,
                                  ft_group **out);
-/* A communicator of `n` ranks (of the world, ascending, this rank among them). Every member calls it
-   with the same name and ranks. Two groups over the same ranks are independent: give traffic on
+/* A communicator of `n` ranks (of the world, ascending, this rank among them). Every member calls
+   it with the same name and ranks. Two groups over the same ranks are independent: give traffic on
    different streams groups of its own. Owned by the context. */
 FT_API int ft_group_size(const ft_group *group);
 FT_API int ft_group_rank(const ft_group *group);
@@ -375,8 +377,9 @@ FT_API ft_status ft_reduce_scatter(ft_group *group, ft_stream *stream, const ft_
 /* shard[n] = this rank's n of the sum of the members' full[R * n]. In place likewise; the rest of
    full keeps its values. Sent: N (R-1)/R. */
 FT_API ft_status ft_all_reduce(ft_group *group, ft_stream *stream, ft_tensor *tensor);
-/* In place; a reduce-scatter and an all-gather of chunks. Sent: 2 N (R-1)/R; where R does not divide
-   the elements, the first (elements mod R) ranks own a longer chunk, and each sends 2 (N - own). */
+/* In place; a reduce-scatter and an all-gather of chunks. Sent: 2 N (R-1)/R; where R does not
+   divide the elements, the first (elements mod R) ranks own a longer chunk, and each sends 2 (N -
+   own). */
 FT_API ft_status ft_broadcast(ft_group *group, ft_stream *stream, ft_tensor *tensor, int root);
 /* In place. Sent: N by the root (group rank), 0 by others. */
 FT_API ft_status ft_barrier(ft_group *group, ft_stream *stream);
@@ -402,7 +405,8 @@ typedef struct ft_traffic {
 } ft_traffic;
 
 FT_API int ft_traffic_get(const ft_ctx *ctx, int max, ft_traffic *out);
-/* Fills up to `max` rows, one for each group of this rank, and returns how many groups there are. */
+/* Fills up to `max` rows, one for each group of this rank, and returns how many groups there
+   are. */
 
 /* ----------------------------------------------------------------------------------- >>optable */
 
@@ -588,9 +592,10 @@ FT_API ft_status ft_tape_begin(ft_tape *tape);
 /* Ops of this context record here from now on. One tape records at a time; several may be alive. */
 FT_API ft_status ft_tape_end(ft_tape *tape);
 FT_API ft_status ft_backward(ft_tape *tape, ft_tensor *root, ft_tensor *droot);
-/* Gradients of root ([1] if droot is NULL, which then means 1; otherwise droot has root's shape) with
-   respect to all that requires one. Walks the nodes once, last to first: rebuilds what was dropped,
-   runs the kernel, frees each saved tensor and each gradient after its last use. Leaves collect in
+/* Gradients of root ([1] if droot is NULL, which then means 1; otherwise droot has root's shape)
+   with respect to all that requires one. Walks the nodes once, last to first: rebuilds what was
+   dropped, runs the kernel, frees each saved tensor and each gradient after its last use. Leaves
+   collect in
    ->grad (tag grad; act if the leaf is of tag act, a stage's input), parameters with a sink in the
    sink's buffer. droot is consumed, and with it root need not be held. The tape must have ended,
    and is empty afterwards: its tensors are gone, but root, which becomes a tensor of one's own.
@@ -600,18 +605,19 @@ FT_API ft_status ft_tape_reset(ft_tape *tape);
 
 FT_API ft_status ft_backward_inputs(ft_tape *tape, ft_tensor *root, ft_tensor *droot);
 /* The first half of ft_backward: all gradients but those of parameters (leaves) in ops flagged
-   FT_OP_SPLIT (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", B without W). What those still need
-   stays alive: for each linear layer its input and the gradient of its output, N (I + O) elements. */
+   FT_OP_SPLIT (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", B without W). What those still
+   need stays alive: for each linear layer its input and the gradient of its output, N (I + O)
+   elements. */
 FT_API ft_status ft_backward_weights(ft_tape *tape);
-/* The second half, any time later: makes the gradients that were put off. Nothing is replayed, and no
-   weight is read. The tape is empty afterwards, as after ft_backward. */
+/* The second half, any time later: makes the gradients that were put off. Nothing is replayed, and
+   no weight is read. The tape is empty afterwards, as after ft_backward. */
 
 typedef enum ft_phase { FT_PHASE_WHOLE = 0, FT_PHASE_INPUTS, FT_PHASE_WEIGHTS } ft_phase;
 
 typedef ft_status (*ft_mark_fn)(ft_ctx *ctx, void *user, ft_phase phase);
 FT_API ft_status ft_tape_mark(ft_ctx *ctx, ft_mark_fn fn, void *user);
-/* Backward calls fn(ctx, user, phase) when it passes this point, coming from later ops: once, or once
-   for each half. No-op without a current tape. */
+/* Backward calls fn(ctx, user, phase) when it passes this point, coming from later ops: once, or
+   once for each half. No-op without a current tape. */
 FT_API ft_tape *ft_tape_current(const ft_ctx *ctx);
 
 /* Recomputation (SAC). Within a segment the policy says for each tensor that is produced: keep, or
@@ -2547,7 +2553,8 @@ static void ft__account_peak(ft_ctx *ctx)
     s->peak_bytes = s->live_bytes;
     memcpy(s->at_peak, s->live, sizeof s->live);
     s->peak_moment = ctx->memory->moments;
-    snprintf(s->peak_where, sizeof s->peak_where, "%s%s%s%s%s", ctx->where_phase ? ctx->where_phase : "",
+    snprintf(s->peak_where, sizeof s->peak_where, "%s%s%s%s%s",
+             ctx->where_phase ? ctx->where_phase : "",
              ctx->where_phase && *ctx->where_phase ? " " : "", ctx->where_op ? ctx->where_op : "",
              ctx->where_segment_name ? " in " : "",
              ctx->where_segment_name ? ctx->where_segment_name : "");
@@ -2565,10 +2572,11 @@ static ft_status ft__account_alloc(ft_ctx *ctx, ft_storage *st)
     size_t limit = ctx->config.memory_limit;
     if (st->accounted_bytes > SIZE_MAX / 2 - s->live_bytes ||
         (limit && s->live_bytes + st->accounted_bytes > limit))
-        return ft_error(FT_ERR_OOM, "%zu bytes (%s, for %s) do not fit: %zu live of a limit of %zu; "
-                        "a smaller micro-batch, more recomputation or a higher ZeRO stage would help",
-                        st->accounted_bytes, ft_tag_name(st->tag),
-                        ft__where_text(ctx), s->live_bytes, limit);
+        return ft_error(
+            FT_ERR_OOM,
+            "%zu bytes (%s, for %s) do not fit: %zu live of a limit of %zu; "
+            "a smaller micro-batch, more recomputation or a higher ZeRO stage would help",
+            st->accounted_bytes, ft_tag_name(st->tag), ft__where_text(ctx), s->live_bytes, limit);
     if (ctx->config.timeline) FT_TRY(ft__timeline_reserve(ctx->memory));
     s->live_bytes += st->accounted_bytes;
     s->live[st->tag] += st->accounted_bytes;
@@ -2737,7 +2745,8 @@ static float ft__exp_core(float t)
 
 static float ft__expf(float x) { return ft__exp_core(ft__exp_limit(x)); }
 
-/* Two loops, the same values: gcc turns the limits inside one into branches, and stops vectorising. */
+/* Two loops, the same values: gcc turns the limits inside one into branches, and stops
+   vectorising. */
 static void ft__exp_row(float *x, int64_t n)
 {
     for (int64_t i = 0; i < n; i++) x[i] = ft__exp_limit(x[i]);
@@ -3321,7 +3330,8 @@ static ft_status ft__matmul_infer(ft_op_call *call)
         a->ndim >= 2 && b->ndim >= 2 && c->ndim >= 2 && A.cols == B.rows &&
         ft__view_rows(c) == A.rows && ft__view_cols(c) == B.cols)
         return FT_OK;
-    return ft_error(FT_ERR_SHAPE, "matmul: a %s%s, b %s%s, c %s: needs [m,k] [k,n] [m,n], fp32 or bf16",
+    return ft_error(FT_ERR_SHAPE,
+                    "matmul: a %s%s, b %s%s, c %s: needs [m,k] [k,n] [m,n], fp32 or bf16",
                     ft__view_text(a, ta, sizeof ta), call->attr.i[0] ? " transposed" : "",
                     ft__view_text(b, tb, sizeof tb), call->attr.i[1] ? " transposed" : "",
                     ft__view_text(c, tc, sizeof tc));
@@ -5637,9 +5647,10 @@ static ft_status ft__readable(ft_tensor *t, const char *reader)
         return ft_error(FT_ERR_STATE, "%s reads %s, which an in-place op took over", reader,
                         ft__tensor_label(t, text, sizeof text));
     if (t->tape && !t->held && !own)
-        return ft_error(FT_ERR_STATE, "%s reads %s after it was freed (by ft_tensor_free, or at the "
-                        "end of its segment: list it among the results of ft_segment_end)", reader,
-                        ft__tensor_label(t, text, sizeof text));
+        return ft_error(FT_ERR_STATE,
+                        "%s reads %s after it was freed (by ft_tensor_free, or at the "
+                        "end of its segment: list it among the results of ft_segment_end)",
+                        reader, ft__tensor_label(t, text, sizeof text));
     if (t->tape && !t->storage) FT_TRY(ft__deferred_run(t));
     if (!ft_tensor_present(t))
         return ft_error(FT_ERR_STATE, "%s reads %s, which has no storage now (a parameter must be "
@@ -5647,8 +5658,8 @@ static ft_status ft__readable(ft_tensor *t, const char *reader)
     return FT_OK;
 }
 
-/* A write from outside the tape: tapes that saved the old value will refuse to use the new one. What
-   a composite op writes into values of a tape is its forward or replay, not a change. */
+/* A write from outside the tape: tapes that saved the old value will refuse to use the new one.
+   What a composite op writes into values of a tape is its forward or replay, not a change. */
 static void ft__touch(ft_tensor *t)
 {
     t = ft__root(t);
@@ -5811,7 +5822,8 @@ static ft_status ft__op_check(const ft_op *row)
         return ft_error(FT_ERR_ARG, "op %s needs a name, infer, and forward or forward_host", name);
     if (((row->optional | row->grads | row->accumulates) & ~ins) || (row->cheap & ~outs) ||
         ((row->replay_from | saves) & ~all))
-        return ft_error(FT_ERR_ARG, "op %s: a mask names an input or output it does not have", name);
+        return ft_error(FT_ERR_ARG, "op %s: a mask names an input or output it does not have",
+                        name);
     if ((row->flags & FT_OP_SPLIT) && (row->flags & ~(unsigned)FT_OP_SPLIT))
         return ft_error(FT_ERR_ARG, "op %s: FT_OP_SPLIT goes with no other flag", name);
     if (row->grads && !row->backward && !row->backward_host && !(row->flags & FT_OP_GRAD_PASS))
@@ -5824,8 +5836,10 @@ static ft_status ft__op_check(const ft_op *row)
         return ft_error(FT_ERR_ARG, "op %s is in place: it needs input 0, and no gradient can save "
                         "it, because forward writes over the input", name);
     if ((row->flags & FT_OP_GRAD_SAME_01) && (row->grads & 3u) != 3u)
-        return ft_error(FT_ERR_ARG, "op %s: inputs 0 and 1 share a gradient, but input 0 or input 1 "
-                        "has none", name);
+        return ft_error(FT_ERR_ARG,
+                        "op %s: inputs 0 and 1 share a gradient, but input 0 or input 1 "
+                        "has none",
+                        name);
     if ((row->flags & FT_OP_GRAD_PASS) && row->n_out != 1)
         return ft_error(FT_ERR_ARG, "op %s passes the gradient of one output, but it has %d", name,
                         row->n_out);
@@ -5932,10 +5946,11 @@ FT_API ft_status ft_op_run(ft_stream *stream, const ft_op *row, ft_tensor *const
    [T4] Pins end when no output of the node can need a replay any more: each is dead or kept. Ending
         a pin may end a need, which frees storage (T1), which may end pins further up.
    [T5] Backward of node n: rebuild what it reads, run, free the gradients of its outputs, end its
-        needs. A gradient that only passes through an op shares storage; who wants to add to a shared
-        one copies it first.
+        needs. A gradient that only passes through an op shares storage; who wants to add to a
+        shared one copies it first.
    [T6] A split backward walks twice. The first walk leaves the weight gradients of FT_OP_SPLIT ops,
-        and keeps for them the ops' inputs and the gradients of their outputs; the second makes them. */
+        and keeps for them the ops' inputs and the gradients of their outputs; the second makes
+        them. */
 
 typedef struct ft__node {
     const ft_op *row;             /* NULL: a mark */
@@ -6201,8 +6216,10 @@ static ft_status ft__apply(ft_ctx *ctx, ft_op_call *call, ft_tensor *const *in, 
         if (tape && in[i] && in[i]->tape && in[i]->tape != tape)
             return ft_error(FT_ERR_STATE, "%s: input %d belongs to another tape", row->name, i);
         if (tape && in[i] && in[i]->base && ft__root(in[i])->tape)
-            return ft_error(FT_ERR_STATE, "%s: input %d is a view of a recorded tensor; only ops that "
-                            "are not recorded (ft_op_run) can use it", row->name, i);
+            return ft_error(FT_ERR_STATE,
+                            "%s: input %d is a view of a recorded tensor; only ops that "
+                            "are not recorded (ft_op_run) can use it",
+                            row->name, i);
     }
     int deferred = tape && wants && (row->flags & FT_OP_DEFERRED);
     for (int i = inplace; i < row->n_out && !deferred; i++)
@@ -6408,7 +6425,8 @@ static ft_status ft__node_read(ft__node *node, int bit)
     ft_tensor *t = ft__node_tensor(node, bit);
     char text[224];
     if (ft__root(t)->version != node->version[bit])
-        return ft_error(FT_ERR_STATE, "backward of %s reads %s, which was written after the forward",
+        return ft_error(FT_ERR_STATE,
+                        "backward of %s reads %s, which was written after the forward",
                         node->row->name, ft__tensor_label(t, text, sizeof text));
     if (ft_tensor_present(t)) return FT_OK;
     if (t->tape) return ft__rebuild(t);
@@ -6495,7 +6513,8 @@ static ft_status ft__rebuild(ft_tensor *t)
     ft_status status = ft__replay(t->tape, node);
     ft__where_restore(ctx, old);
     if (status == FT_OK && !t->storage)
-        return ft_error(FT_ERR_STATE, "replay of %s did not bring its output back", node->row->name);
+        return ft_error(FT_ERR_STATE, "replay of %s did not bring its output back",
+                        node->row->name);
     return status;
 }
 
@@ -6563,8 +6582,8 @@ static ft_status ft__grad_own(ft_tensor *grad)
     return FT_OK;
 }
 
-/* Gradients of values pass through and share storage; so do those of a leaf of tag act, which is the
-   value of some other tape. Parameters get theirs in a buffer of their own. */
+/* Gradients of values pass through and share storage; so do those of a leaf of tag act, which is
+   the value of some other tape. Parameters get theirs in a buffer of their own. */
 static int ft__is_value(const ft_tensor *t)
 {
     return !t->sink.get && (t->tape || (t->storage && t->storage->tag == FT_TAG_ACT));
@@ -6857,7 +6876,8 @@ FT_API ft_status ft_backward_weights(ft_tape *tape)
 {
     ft_tensor *root = tape->root;
     if (!root)
-        return ft_error(FT_ERR_STATE, "ft_backward_weights: call ft_backward_inputs on the tape first");
+        return ft_error(FT_ERR_STATE,
+                        "ft_backward_weights: call ft_backward_inputs on the tape first");
     FT_TRY(ft__backward_run(tape, FT_PHASE_WEIGHTS));
     tape->root = NULL;
     return ft__backward_end(tape, root);
@@ -6865,10 +6885,11 @@ FT_API ft_status ft_backward_weights(ft_tape *tape)
 
 /* ---------------------------------------------------------------------------------- >>sac.impl
 
-   ft_sac_fit contains no memory formula. It measures: meta runs of the caller's own step, with trial
-   masks, tell for every segment what a mask keeps, replays, and needs for a moment. The measurements
-   make a small exact optimisation (one dynamic program over the segments), whose answer is run once
-   more; if that run is over the budget after all, the target shrinks by the excess. */
+   ft_sac_fit contains no memory formula. It measures: meta runs of the caller's own step, with
+   trial masks, tell for every segment what a mask keeps, replays, and needs for a moment. The
+   measurements make a small exact optimisation (one dynamic program over the segments), whose
+   answer is run once more; if that run is over the budget after all, the target shrinks by the
+   excess. */
 
 typedef struct ft__probe ft__probe;
 typedef struct ft__probe_rank ft__probe_rank;
@@ -7126,9 +7147,11 @@ static ft_status ft__class_measure(ft_sac_budget *budget, ft__probe *probe, int 
 {
     int n_bits = ft__bit_count(bits);
     if (n_bits > 12)
-        return ft_error(FT_ERR_UNSUPPORTED, "a segment with %d tensors worth dropping: more than 12 "
+        return ft_error(FT_ERR_UNSUPPORTED,
+                        "a segment with %d tensors worth dropping: more than 12 "
                         "are too many for a budget; make segments shorter, or choose none, "
-                        "selective or full", n_bits);
+                        "selective or full",
+                        n_bits);
     uint64_t total = (uint64_t)1 << n_bits;
     for (uint64_t k = 0; k < total;) {
         uint64_t first = k;
@@ -7241,7 +7264,8 @@ static ft_status ft__sac_within(ft__solver *v, int *found)
     return FT_OK;
 }
 
-/* Nothing was found: halves in on the smallest target with a solution, whose run names the least. */
+/* Nothing was found: halves in on the smallest target with a solution, whose run names the
+   least. */
 static ft_status ft__sac_least(ft__solver *v)
 {
     size_t none = 0, some = v->reference->peak_bytes, wanted = v->budget->budget_bytes;

@@ -159,9 +159,9 @@ FT_API ft_status ft_llama_create(ft_ctx *ctx, ft_zero *zero, const ft_llama_conf
    bounds the T of later calls. Collective over the world (group "llama", no traffic): FT_ERR_COMM
    unless all ranks pass the same seed, config and max_tokens. `zero` must have no units yet. */
 
-/* Which part of the model a rank has. Stage p of P with V chunks runs virtual stages p, P + p, 2P + p,
-   ...: virtual stage v runs layers first_layer[v] .. first_layer[v + 1] - 1; the first one also has the
-   embedding, the last one the final norm and the head. Over tp every weight is cut as
+/* Which part of the model a rank has. Stage p of P with V chunks runs virtual stages p, P + p, 2P +
+   p, ...: virtual stage v runs layers first_layer[v] .. first_layer[v + 1] - 1; the first one also
+   has the embedding, the last one the final norm and the head. Over tp every weight is cut as
    femtotron_tp.h says; a vocabulary that tp does not divide is padded inside. */
 typedef struct ft_llama_layout {
     ft_mesh mesh;
@@ -173,16 +173,16 @@ typedef struct ft_llama_layout {
 FT_API ft_status ft_llama_create_part(ft_ctx *ctx, ft_zero *zero, const ft_llama_config *config,
                                       const ft_llama_layout *layout, int64_t max_tokens,
                                       uint64_t seed, ft_llama **out);
-/* ft_llama_create for a rank of a mesh. The weights are those of the whole model on one rank. A tied
-   embedding on two stages is one unit on each, with gradients summed (ft_zero_share). Norms and
-   biases of row layers count once (or, under sequence parallelism, are summed) over tp.
+/* ft_llama_create for a rank of a mesh. The weights are those of the whole model on one rank. A
+   tied embedding on two stages is one unit on each, with gradients summed (ft_zero_share). Norms
+   and biases of row layers count once (or, under sequence parallelism, are summed) over tp.
    FT_ERR_UNSUPPORTED where heads, kv heads or intermediate do not divide by tp. */
 FT_API ft_status ft_llama_chunk(ft_llama *model, int chunk, ft_tensor *tokens, ft_tensor *labels,
                                 ft_tensor *scale, const ft_sac *sac, ft_tensor *x, ft_tensor **out);
-/* Forward of one chunk. tokens, labels int32 [B,T] on every stage (B and T are theirs). x: the output of
-   the virtual stage before, a tensor of the caller's own, NULL for the first; out: the residual stream
-   [B,T,C] (sequence parallelism: [B T/t, C]) or, of the last virtual stage, the loss. sac[layers of the
-   model] or NULL. Records on the current tape. */
+/* Forward of one chunk. tokens, labels int32 [B,T] on every stage (B and T are theirs). x: the
+   output of the virtual stage before, a tensor of the caller's own, NULL for the first; out: the
+   residual stream [B,T,C] (sequence parallelism: [B T/t, C]) or, of the last virtual stage, the
+   loss. sac[layers of the model] or NULL. Records on the current tape. */
 FT_API ft_status ft_llama_boundary(const ft_llama *model, int64_t B, int64_t T, int *ndim,
                                    int64_t shape[3]);
 /* The shape of what travels between stages; its dtype is the model's. */
@@ -475,7 +475,8 @@ static ft_status ft__llama_describe_layer(ft_llama *m, int64_t index)
         FT_TRY(ft__llama_vector(m, at, "self_attn.k_norm.weight", c->head_dim, 1, heads,
                                 &l->k_norm));
     }
-    if (c->o_bias) FT_TRY(ft__llama_vector(m, at, "self_attn.o_proj.bias", C, 0, whole, &l->o_bias));
+    if (c->o_bias)
+        FT_TRY(ft__llama_vector(m, at, "self_attn.o_proj.bias", C, 0, whole, &l->o_bias));
     if (!c->mlp_bias) return FT_OK;
     FT_TRY(ft__llama_vector(m, at, "mlp.gate_up_proj.bias", 2 * F, 0, 0, &l->gate_up_bias));
     return ft__llama_vector(m, at, "mlp.down_proj.bias", C, 0, whole, &l->down_bias);
@@ -513,44 +514,46 @@ static ft_status ft__llama_list_layer(ft_llama *m, int64_t index)
     int s = l->stage;
     char p[48];
     snprintf(p, sizeof p, "model.layers.%lld.", (long long)index);
-    FT_TRY(ft__llama_list(m, 1, p, "input_layernorm.weight", s, l->input_norm, FT_TP_WHOLE, C, 0, NULL));
+    FT_TRY(ft__llama_list(m, 1, p, "input_layernorm.weight", s, l->input_norm, FT_TP_WHOLE, C, 0,
+                          NULL));
     FT_TRY(ft__llama_list(m, 1, p, "self_attn.q_proj.weight", s, l->qkv, FT_TP_ROWS, Q, C, &qkv));
     FT_TRY(ft__llama_list(m, 1, p, "self_attn.k_proj.weight", s, l->qkv, FT_TP_ROWS, KV, C, &qkv));
     FT_TRY(ft__llama_list(m, 1, p, "self_attn.v_proj.weight", s, l->qkv, FT_TP_ROWS, KV, C, &qkv));
-    FT_TRY(ft__llama_list(m, c->qkv_bias, p, "self_attn.q_proj.bias", s, l->qkv_bias, FT_TP_ROWS, Q, 0,
-                          &qkv_bias));
-    FT_TRY(ft__llama_list(m, c->qkv_bias, p, "self_attn.k_proj.bias", s, l->qkv_bias, FT_TP_ROWS, KV, 0,
-                          &qkv_bias));
-    FT_TRY(ft__llama_list(m, c->qkv_bias, p, "self_attn.v_proj.bias", s, l->qkv_bias, FT_TP_ROWS, KV, 0,
-                          &qkv_bias));
-    FT_TRY(ft__llama_list(m, c->qk_norm, p, "self_attn.q_norm.weight", s, l->q_norm, FT_TP_WHOLE, D, 0,
-                          NULL));
-    FT_TRY(ft__llama_list(m, c->qk_norm, p, "self_attn.k_norm.weight", s, l->k_norm, FT_TP_WHOLE, D, 0,
-                          NULL));
+    FT_TRY(ft__llama_list(m, c->qkv_bias, p, "self_attn.q_proj.bias", s, l->qkv_bias, FT_TP_ROWS, Q,
+                          0, &qkv_bias));
+    FT_TRY(ft__llama_list(m, c->qkv_bias, p, "self_attn.k_proj.bias", s, l->qkv_bias, FT_TP_ROWS,
+                          KV, 0, &qkv_bias));
+    FT_TRY(ft__llama_list(m, c->qkv_bias, p, "self_attn.v_proj.bias", s, l->qkv_bias, FT_TP_ROWS,
+                          KV, 0, &qkv_bias));
+    FT_TRY(ft__llama_list(m, c->qk_norm, p, "self_attn.q_norm.weight", s, l->q_norm, FT_TP_WHOLE, D,
+                          0, NULL));
+    FT_TRY(ft__llama_list(m, c->qk_norm, p, "self_attn.k_norm.weight", s, l->k_norm, FT_TP_WHOLE, D,
+                          0, NULL));
     FT_TRY(ft__llama_list(m, 1, p, "self_attn.o_proj.weight", s, l->o, FT_TP_COLUMNS, C, Q, NULL));
     FT_TRY(ft__llama_list(m, c->o_bias, p, "self_attn.o_proj.bias", s, l->o_bias, FT_TP_WHOLE, C, 0,
                           NULL));
-    FT_TRY(ft__llama_list(m, 1, p, "post_attention_layernorm.weight", s, l->post_norm, FT_TP_WHOLE, C, 0,
-                          NULL));
+    FT_TRY(ft__llama_list(m, 1, p, "post_attention_layernorm.weight", s, l->post_norm, FT_TP_WHOLE,
+                          C, 0, NULL));
     FT_TRY(ft__llama_list(m, 1, p, "mlp.gate_proj.weight", s, l->gate_up, FT_TP_ROWS, F, C, &gu));
     FT_TRY(ft__llama_list(m, 1, p, "mlp.up_proj.weight", s, l->gate_up, FT_TP_ROWS, F, C, &gu));
-    FT_TRY(ft__llama_list(m, c->mlp_bias, p, "mlp.gate_proj.bias", s, l->gate_up_bias, FT_TP_ROWS, F, 0,
-                          &gu_bias));
-    FT_TRY(ft__llama_list(m, c->mlp_bias, p, "mlp.up_proj.bias", s, l->gate_up_bias, FT_TP_ROWS, F, 0,
-                          &gu_bias));
+    FT_TRY(ft__llama_list(m, c->mlp_bias, p, "mlp.gate_proj.bias", s, l->gate_up_bias, FT_TP_ROWS,
+                          F, 0, &gu_bias));
+    FT_TRY(ft__llama_list(m, c->mlp_bias, p, "mlp.up_proj.bias", s, l->gate_up_bias, FT_TP_ROWS, F,
+                          0, &gu_bias));
     FT_TRY(ft__llama_list(m, 1, p, "mlp.down_proj.weight", s, l->down, FT_TP_COLUMNS, C, F, NULL));
-    return ft__llama_list(m, c->mlp_bias, p, "mlp.down_proj.bias", s, l->down_bias, FT_TP_WHOLE, C, 0,
-                          NULL);
+    return ft__llama_list(m, c->mlp_bias, p, "mlp.down_proj.bias", s, l->down_bias, FT_TP_WHOLE, C,
+                          0, NULL);
 }
 
-/* Final norm and head. A tied head on a stage without the embedding has a unit of its own with a copy
-   of the table, whose gradients both stages add. */
+/* Final norm and head. A tied head on a stage without the embedding has a unit of its own with a
+   copy of the table, whose gradients both stages add. */
 static ft_status ft__llama_describe_final(ft_llama *m, int64_t vocab_rows)
 {
     const ft_llama_config *c = &m->config;
     FT_TRY(ft_zero_unit(m->zero, "final", &m->final_unit));
     if (!c->tie_embeddings)
-        FT_TRY(ft__llama_matrix(m, "", "lm_head.weight", vocab_rows, c->hidden, c->init_std, &m->head));
+        FT_TRY(ft__llama_matrix(m, "", "lm_head.weight", vocab_rows, c->hidden, c->init_std,
+                                &m->head));
     FT_TRY(ft__llama_vector(m, "model.", "norm.weight", c->hidden, 1, ft__llama_whole_flags(m),
                             &m->norm));
     m->head_unit = m->embedding_unit;
@@ -596,11 +599,12 @@ static ft_status ft__llama_describe(ft_llama *m)
             snprintf(m->layers[i].name, sizeof m->layers[i].name, "layer.%lld", (long long)i);
         }
     FT_TRY(ft__llama_describe_units(m));
-    FT_TRY(ft__llama_list(m, 1, "model.", "embed_tokens.weight", 0, m->embedding, FT_TP_VOCAB, c->vocab,
-                          c->hidden, NULL));
+    FT_TRY(ft__llama_list(m, 1, "model.", "embed_tokens.weight", 0, m->embedding, FT_TP_VOCAB,
+                          c->vocab, c->hidden, NULL));
     if (c->tie_embeddings && m->has_head && !m->has_embedding) m->params[0].twin = m->head;
     for (int64_t i = 0; i < c->layers; i++) FT_TRY(ft__llama_list_layer(m, i));
-    FT_TRY(ft__llama_list(m, 1, "model.", "norm.weight", last, m->norm, FT_TP_WHOLE, c->hidden, 0, NULL));
+    FT_TRY(ft__llama_list(m, 1, "model.", "norm.weight", last, m->norm, FT_TP_WHOLE, c->hidden, 0,
+                          NULL));
     return ft__llama_list(m, !c->tie_embeddings, "", "lm_head.weight", last, m->head, FT_TP_VOCAB,
                           c->vocab, c->hidden, NULL);
 }
@@ -723,8 +727,8 @@ static ft_status ft__llama_alloc(ft_ctx *ctx, ft_llama *m)
     return m->params ? FT_OK : FT_ERR_OOM;
 }
 
-/* Copies and checks the layout: the partition ascends from 0 to all layers, each virtual stage has a
-   layer, and tp divides what it cuts. */
+/* Copies and checks the layout: the partition ascends from 0 to all layers, each virtual stage has
+   a layer, and tp divides what it cuts. */
 static ft_status ft__llama_place(ft_llama *m, const ft_llama_layout *layout)
 {
     const ft_llama_config *c = &m->config;
@@ -738,14 +742,18 @@ static ft_status ft__llama_place(ft_llama *m, const ft_llama_layout *layout)
     m->tp = layout->tp;
     n = m->P * m->V;
     if ((m->tp_size > 1 && !m->tp) || (n > 1 && !layout->first_layer))
-        return ft_error(FT_ERR_ARG, "llama: a layout of tp %d needs an ft_tp, one of %d stages x %d "
-                        "chunks first_layer", m->tp_size, m->P, m->V);
+        return ft_error(FT_ERR_ARG,
+                        "llama: a layout of tp %d needs an ft_tp, one of %d stages x %d "
+                        "chunks first_layer",
+                        m->tp_size, m->P, m->V);
     if (m->tp_size > 1)
         FT_TRY(ft_tp_check(m->tp_size, m->tp->sequence_parallel, c->heads, c->kv_heads,
                            c->intermediate, 0, 0));
     if (n > c->layers)
-        return ft_error(FT_ERR_UNSUPPORTED, "llama: %d stages x %d chunks for %lld layers: each needs "
-                        "one layer at least", m->P, m->V, (long long)c->layers);
+        return ft_error(FT_ERR_UNSUPPORTED,
+                        "llama: %d stages x %d chunks for %lld layers: each needs "
+                        "one layer at least",
+                        m->P, m->V, (long long)c->layers);
     m->first_layer = (int64_t *)ft_host_alloc(m->ctx, (size_t)(n + 1) * sizeof *m->first_layer);
     if (!m->first_layer) return FT_ERR_OOM;
     for (int v = 0; v <= n; v++)
@@ -929,7 +937,8 @@ static ft_status ft__llama_stack(const ft_llama *m, int v, ft_tensor *tokens, co
 }
 
 /* Final norm: *y = rmsnorm(x); x is used up. Leaves the final unit entered, and for a tied head the
-   table's: ft__llama_head_leave ends both. On a tape backward follows at once, and needs both first. */
+   table's: ft__llama_head_leave ends both. On a tape backward follows at once, and needs both
+   first. */
 static ft_status ft__llama_head_enter(const ft_llama *m, ft_tensor *x, ft_tensor **y)
 {
     FT_TRY(ft_zero_enter(m->zero, m->final_unit, FT_ZERO_KEEP));
@@ -1006,8 +1015,10 @@ FT_API ft_status ft_llama_loss(ft_llama *m, ft_tensor *tokens, ft_tensor *labels
 {
     if (!m || !loss) return ft_error(FT_ERR_ARG, "ft_llama_loss: model or loss is NULL");
     if (m->P * m->V > 1)
-        return ft_error(FT_ERR_UNSUPPORTED, "ft_llama_loss: the model is cut in %d stages x %d chunks; "
-                        "run it by ft_llama_chunk, or ft_pp_run", m->P, m->V);
+        return ft_error(FT_ERR_UNSUPPORTED,
+                        "ft_llama_loss: the model is cut in %d stages x %d chunks; "
+                        "run it by ft_llama_chunk, or ft_pp_run",
+                        m->P, m->V);
     FT_TRY(ft__llama_check_batch(m, "ft_llama_loss", tokens, labels));
     return ft_llama_chunk(m, 0, tokens, labels, scale, sac, NULL, loss);
 }
@@ -1041,8 +1052,10 @@ FT_API ft_status ft_llama_logits(ft_llama *m, ft_tensor *tokens, int last_only, 
         return ft_error(FT_ERR_STATE, "ft_llama_logits: a tape is recording; logits are for "
                         "evaluation: call ft_tape_end first, or ft_llama_loss to train");
     if (m->tp_size * m->P * m->V > 1)
-        return ft_error(FT_ERR_UNSUPPORTED, "ft_llama_logits: the model is cut over tp %d, pp %d; logits "
-                        "need a whole one on each rank", m->tp_size, m->P);
+        return ft_error(FT_ERR_UNSUPPORTED,
+                        "ft_llama_logits: the model is cut over tp %d, pp %d; logits "
+                        "need a whole one on each rank",
+                        m->tp_size, m->P);
     FT_TRY(ft__llama_stack(m, 0, tokens, NULL, &x));
     if (last_only && x->shape[1] > 1) {
         ft_tensor *whole = x;
@@ -1102,10 +1115,11 @@ static ft_status ft__llama_broadcast(ft_llama *m, int root, int64_t n, float *va
     return FT_OK;
 }
 
-/* The global tensor on every rank: the ranks of `stage` export their slices (over dp) of `pack`, then
-   each tp rank's slice goes to everyone and is pasted into place. */
-static ft_status ft__llama_collect_from(ft_llama *m, const ft_llama_param *p, int stage, ft_tensor *pack,
-                                        ft__llama_export_fn export_part, float *values)
+/* The global tensor on every rank: the ranks of `stage` export their slices (over dp) of `pack`,
+   then each tp rank's slice goes to everyone and is pasted into place. */
+static ft_status ft__llama_collect_from(ft_llama *m, const ft_llama_param *p, int stage,
+                                        ft_tensor *pack, ft__llama_export_fn export_part,
+                                        float *values)
 {
     int dp = m->mesh.size[FT_AXIS_DP];
     int64_t n = p->slice.local_rows * p->slice.local_cols;
@@ -1126,8 +1140,8 @@ static ft_status ft__llama_collect_from(ft_llama *m, const ft_llama_param *p, in
     return FT_OK;
 }
 
-static ft_status ft__llama_collect(ft_llama *m, const ft_llama_param *p, ft__llama_export_fn export_part,
-                                   float *values)
+static ft_status ft__llama_collect(ft_llama *m, const ft_llama_param *p,
+                                   ft__llama_export_fn export_part, float *values)
 {
     return ft__llama_collect_from(m, p, p->stage, p->pack, export_part, values);
 }

@@ -5,8 +5,8 @@
        #define FEMTOTRON_ZERO_IMPLEMENTATION   (FEMTOTRON_IMPLEMENTATION turns on all headers)
        #include "femtotron_zero.h"
 
-   This file is written to be read from top to bottom: the drawing, the table, the numbered cases; then
-   the code, which cites the cases where it does them.
+   This file is written to be read from top to bottom: the drawing, the table, the numbered cases;
+   then the code, which cites the cases where it does them.
 
    WHAT IT DOES NOT DO
      It does not know models: it shards what it is told are parameters. It does not offload to the
@@ -18,8 +18,8 @@
      ranks keep the same numbers, so D - 1 of the D copies are waste. ZeRO gives each rank one shard
      to own, and fetches the rest when it is used.
 
-     The model is cut in units (embedding; each layer; final norm and head). A unit is one flat, padded
-     buffer, its parameters one after another, cut in D equal shards. Rank 1 of 4 owns '#':
+     The model is cut in units (embedding; each layer; final norm and head). A unit is one flat,
+     padded buffer, its parameters one after another, cut in D equal shards. Rank 1 of 4 owns '#':
 
                       weights          gradients         master, m, v
        stage 0     [################] [################] [################]
@@ -27,16 +27,16 @@
        stage 2     [################] [....####........] [....####........]
        stage 3     [....####........] [....####........] [....####........]
 
-     What a rank does not own it has for as long as it works with it: in stage 2 the whole gradient of
-     the unit that backward is in; in stage 3 also the whole weights of the unit that runs.
+     What a rank does not own it has for as long as it works with it: in stage 2 the whole gradient
+     of the unit that backward is in; in stage 3 also the whole weights of the unit that runs.
 
    THE COST  of N parameters in bf16 (fp32: the parameter is its own master: 4, 4 and 8 bytes)
 
-     bytes a parameter   weights            gradients          master, m, v   sent a step and rank
-       stage 0           2                  2                  12             2 P
-       stage 1           2                  2                  12/D           2 P
-       stage 2           2                  2/D + one unit     12/D           (M + 1) P
-       stage 3           2/D + <= 2 units   2/D + one unit     12/D           M (3 P - P_last - P_emb)
+     bytes a parameter   weights            gradients        master, m, v   sent a step and rank
+       stage 0           2                  2                12             2 P
+       stage 1           2                  2                12/D           2 P
+       stage 2           2                  2/D + one unit   12/D           (M + 1) P
+       stage 3           2/D + <= 2 units   2/D + one unit   12/D           M (3 P - P_last - P_emb)
 
      P = bytes of all padded units in the dtype that travels, times (D-1)/D; M micro-batches. With
      `reduce_overlap` (default on) "one unit" of gradients is two; with `prefetch` p (default 1) the
@@ -46,54 +46,57 @@
 
    THE CASES
      [Z0]   All state on every rank. Backward writes into whole gradients.
-     [Z0.1] After the last backward of a unit: reduce-scatter, then all-gather of the sums. Every rank
-            updates every parameter, with the same numbers, so that copies stay equal.
-     [Z1]   Optimizer state of the own shard only. Gradients are whole; after the reduce-scatter only
-            the own shard of them matters.
-     [Z1.1] The own shard is updated, then all-gathered into everyone's weights, unit by unit; the next
-            forward waits for a unit's gather only when it enters the unit.
+     [Z0.1] After the last backward of a unit: reduce-scatter, then all-gather of the sums. Every
+            rank updates every parameter, with the same numbers, so that copies stay equal.
+     [Z1]   Optimizer state of the own shard only. Gradients are whole; after the reduce-scatter
+            only the own shard of them matters.
+     [Z1.1] The own shard is updated, then all-gathered into everyone's weights, unit by unit; the
+            next forward waits for a unit's gather only when it enters the unit.
      [Z2]   As [Z1], but the whole gradient of a unit exists only while backward is in it:
      [Z2.1] after each micro-batch it is reduce-scattered into the shard, and freed.
      [Z2.2] With overlap the reduction runs under the next unit's backward, so two buffers exist.
      [Z2.3] The weights' gather is [Z1.1]'s.
-     [Z2.4] The most that gradients take is reached in the last unit of backward: all shards, its whole
-            gradient, and with overlap that of the unit before.
-     [Z3]   Weights too are kept as shards. A region of forward (ft_zero_enter, ft_zero_leave) is the
-            stretch in which a unit's ops run.
+     [Z2.4] The most that gradients take is reached in the last unit of backward: all shards, its
+            whole gradient, and with overlap that of the unit before.
+     [Z3]   Weights too are kept as shards. A region of forward (ft_zero_enter, ft_zero_leave) is
+            the stretch in which a unit's ops run.
      [Z3.1] Entering queues the unit's all-gather unless it is under way; leaving frees the buffer.
      [Z3.2] In forward the next `prefetch` units in order are fetched ahead,
      [Z3.3] in backward those of the regions before, if their backward or a replay reads weights: an
             embedding's does not, so it is not gathered again.
-     [Z3.4] The last region (FT_ZERO_KEEP) is not freed between forward and the backward that follows.
+     [Z3.4] The last region (FT_ZERO_KEEP) is not freed between forward and the backward that
+            follows.
      [Z3.5] So at most 1 + prefetch units are gathered, and the one that a tied head shares.
      [Z3.6] With keep_gathered a unit stays from its first gather of a step to the end of the step.
      [G1]   The first contribution to a parameter's gradient overwrites, later ones add.
-     [G2]   A parameter without a contribution is zero at the reduction; a frozen one has no gradient,
-            no optimizer state, and travels only as a weight.
-     [N1]   The norm is summed per (unit, own shard), in a fixed order, padding left out, and over ranks
-            in rank order; one clip coefficient follows for all. A norm that is not finite skips the
-            update everywhere, by the same number on every rank.
-     [P1]   A split backward (ft_backward_inputs, _weights): the first half gathers and releases, the
-            second only makes gradients, and reduces. Stages 2, 3: what the first half has of vectors
-            (norm weights) waits apart, 4 bytes an element, and goes into the next reduction, which
-            may be an earlier micro-batch's: equal to a whole backward up to rounding (one micro-batch:
-            bitwise). A matrix whose op does not split (a head) has its unit's whole gradient wait.
-     [P2]   A unit with copies in other stages (ft_zero_share) is summed over them at the end of the step.
+     [G2]   A parameter without a contribution is zero at the reduction; a frozen one has no
+            gradient, no optimizer state, and travels only as a weight.
+     [N1]   The norm is summed per (unit, own shard), in a fixed order, padding left out, and over
+            ranks in rank order; one clip coefficient follows for all. A norm that is not finite
+            skips the update everywhere, by the same number on every rank.
+     [P1]   A split backward (ft_backward_inputs, _weights): the first half gathers and releases,
+            the second only makes gradients, and reduces. Stages 2, 3: what the first half has of
+            vectors (norm weights) waits apart, 4 bytes an element, and goes into the next
+            reduction, which may be an earlier micro-batch's: equal to a whole backward up to
+            rounding (one micro-batch: bitwise). A matrix whose op does not split (a head) has its
+            unit's whole gradient wait.
+     [P2]   A unit with copies in other stages (ft_zero_share) is summed over them at the end of the
+            step.
      [P3]   Gradients of which each tp rank has a part (FT_ZERO_PARTIAL) are summed over tp first.
-     [H1]   Hybrid sharding: D = shard_ranks < dp ranks share one copy of the state; the dp / D copies are
-            equal. Gathers and reduce-scatters stay inside a copy (a node),
-     [H2]   and once a step, after a unit's last reduction, the shard is all-reduced across copies: 2
-            P_shard (R-1)/R bytes, R = dp / D. The norm is summed inside a copy.
+     [H1]   Hybrid sharding: D = shard_ranks < dp ranks share one copy of the state; the dp / D
+            copies are equal. Gathers and reduce-scatters stay inside a copy (a node),
+     [H2]   and once a step, after a unit's last reduction, the shard is all-reduced across copies:
+            2 P_shard (R-1)/R bytes, R = dp / D. The norm is summed inside a copy.
      [O1]   Weight decay holds per parameter, also where a shard's boundary cuts one.
      At D = 1 no stage sends anything, and a gather is an alias: stage 3 has no gather buffers.
 
    WHY THE STAGES AGREE
-     All stages reduce by the same per-unit reduce-scatter, sum the norm over the same shards, and update
-     elementwise. With one micro-batch they therefore give the same bits. With more, stages 0 and 1 add
-     the micro-batches before they sum over ranks, stages 2 and 3 after: equal up to rounding. So also
-     where accumulate_dtype and reduce_dtype differ: stages 0 and 1 add up a unit's gradient in the
-     first and the copies' [H2] in the second, stages 2 and 3 the other way round. Stages 0 and 1 have
-     always the same bits, and so have 2 and 3.
+     All stages reduce by the same per-unit reduce-scatter, sum the norm over the same shards, and
+     update elementwise. With one micro-batch they therefore give the same bits. With more, stages 0
+     and 1 add the micro-batches before they sum over ranks, stages 2 and 3 after: equal up to
+     rounding. So also where accumulate_dtype and reduce_dtype differ: stages 0 and 1 add up a
+     unit's gradient in the first and the copies' [H2] in the second, stages 2 and 3 the other way
+     round. Stages 0 and 1 have always the same bits, and so have 2 and 3.
 
    STREAMS AND EVENTS  Ops run on the compute stream, gathers and reductions on one of their own.
      [E1] gathers wait for the update of the shards they send
@@ -101,11 +104,12 @@
      [E3] a reduction waits for the backward that wrote the gradients
      [E4] compute waits for a reduction before it frees, sums or uses what that reads or writes
      [E5] the update waits for gathers that may still send the shard it changes
-     A buffer is freed after the work queued on the stream that used it last; nothing blocks the host.
+     A buffer is freed after the work queued on the stream that used it last; nothing blocks the
+     host.
 
    CONTENTS   >>config >>units >>verbs >>step >>weights, then the implementation:
-     >>structures.impl >>zero kernels.impl >>describe.impl >>weights.impl >>verbs.impl >>regions.impl
-     >>step.impl >>formula.impl
+     >>structures.impl >>zero kernels.impl >>schedule.impl >>describe.impl >>weights.impl
+     >>verbs.impl >>regions.impl >>step.impl >>formula.impl
 
    OWNERSHIP, THREADS, ERRORS  All is owned by the context. A ft_zero belongs to its rank's thread.
      Each verb checks the unit's state and refuses a wrong order with FT_ERR_STATE.
@@ -123,8 +127,9 @@
 
 typedef struct ft_zero ft_zero;
 
-/* An optimizer is an elementwise update of fp32 weights: it sees n neighbouring elements that one rank
-   owns, and neither stages nor units. To add one, write the function and fill in the struct. */
+/* An optimizer is an elementwise update of fp32 weights: it sees n neighbouring elements that one
+   rank owns, and neither stages nor units. To add one, write the function and fill in the
+   struct. */
 #define FT_ZERO_MAX_STATE 2
 #define FT_ZERO_MAX_HYPER 6
 
@@ -148,10 +153,11 @@ typedef struct ft_zero_optimizer {
 } ft_zero_optimizer;
 
 FT_API ft_zero_optimizer ft_zero_adamw(double beta1, double beta2, double eps);
-/* AdamW (Loshchilov and Hutter 2019, algorithm 2): state m, v; 28 bytes moved an element in bf16. */
+/* AdamW (Loshchilov and Hutter 2019, algorithm 2): state m, v; 28 bytes moved an element in
+   bf16. */
 FT_API ft_zero_optimizer ft_zero_sgd(double momentum, int nesterov);
-/* v = momentum v + g + decay w; w -= lr (nesterov: g + decay w + momentum v, else v) (Sutskever et al.
-   2013). State v, none where momentum is 0. */
+/* v = momentum v + g + decay w; w -= lr (nesterov: g + decay w + momentum v, else v) (Sutskever et
+   al. 2013). State v, none where momentum is 0. */
 
 typedef enum ft_zero_dtype { FT_ZERO_SAME = 0, FT_ZERO_F32, FT_ZERO_BF16 } ft_zero_dtype;
 
@@ -162,16 +168,17 @@ typedef struct ft_zero_config {
     ft_switch reduce_overlap; /* reduce a unit under the next one's backward; default on; costs one more
                                unit of gradients in stages 2 and 3. Off: compute waits for each */
     int keep_gathered;      /* stage 3: 1 keeps a unit from its first gather of a step to the step's end:
-                               one gather of P a step instead of up to 2 a micro-batch, for the memory of
-                               all gathered units (stage 2's). For pipelines with many micro-batches */
+                               one gather of P a step instead of up to 2 a micro-batch, for the
+                               memory of all gathered units (stage 2's). For pipelines with many
+                               micro-batches */
     ft_zero_dtype accumulate_dtype; /* of gradients from the first micro-batch to the update: SAME as
-                               dtype, or F32. Set it with bf16 and many micro-batches: 2 bytes more for
-                               each gradient kept (whole in stages 0, 1; shards in 2, 3) */
+                               dtype, or F32. Set it with bf16 and many micro-batches: 2 bytes more
+                               for each gradient kept (whole in stages 0, 1; shards in 2, 3) */
     ft_zero_dtype reduce_dtype; /* of gradients on the wire: SAME as dtype, F32 (twice the traffic of
                                bf16; sums of many ranks lose nothing) or BF16 (half that of fp32).
-                               Stages 2, 3: also of the unit at work; copies of hybrid sharding add up
-                               in accumulate_dtype. Stages 0, 1: where the two differ a unit passes
-                               through a buffer of tag comm */
+                               Stages 2, 3: also of the unit at work; copies of hybrid sharding add
+                               up in accumulate_dtype. Stages 0, 1: where the two differ a unit
+                               passes through a buffer of tag comm */
     int shard_ranks;        /* hybrid sharding: shards over groups of so many neighbouring dp ranks (a
                                node), replicates across groups; 0: over all of dp */
     ft_zero_optimizer optimizer; /* default ft_zero_adamw(0.9, 0.95, 1e-8) */
@@ -186,7 +193,8 @@ FT_API ft_zero_config ft_zero_config_default(void);
      constant   peak
      linear     from peak to floor
      cosine     floor + (peak - floor) (1 + cos(pi x)) / 2 (Loshchilov and Hutter 2017, eq. 5)
-     wsd        peak, and over the last `decay` steps linearly to floor (warm-up, stable, decay: Hu et
+     wsd        peak, and over the last `decay` steps linearly to floor (warm-up, stable, decay: Hu
+     et
                 al. 2024)
    Steps from `total` on keep the last value. */
 typedef enum ft_schedule { FT_LR_CONSTANT = 0, FT_LR_LINEAR, FT_LR_COSINE, FT_LR_WSD } ft_schedule;
@@ -205,8 +213,9 @@ FT_API double ft_lr_at(const ft_lr *lr, int64_t step);
 
 FT_API ft_status ft_zero_create(ft_ctx *ctx, const ft_zero_config *config, const ft_mesh *mesh,
                                 ft_zero **out);
-/* Makes the groups "zero gather", "zero reduce" and "zero weights" (exports) over dp, "zero replicas"
-   across copies, "zero tp" over tp, and "zero scalars" over the world, as far as they have members. */
+/* Makes the groups "zero gather", "zero reduce" and "zero weights" (exports) over dp, "zero
+   replicas" across copies, "zero tp" over tp, and "zero scalars" over the world, as far as they
+   have members. */
 
 typedef ft_status (*ft_zero_init_fn)(void *user, const char *name, int64_t first, int64_t n,
                                      float *values);
@@ -219,7 +228,8 @@ enum { /* flags of a parameter */
     FT_ZERO_REPLICATED = 4, /* the same on all tp ranks, with the same gradient: counted once in the
                                norm (a norm weight) */
     FT_ZERO_PARTIAL = 8     /* the same on all tp ranks, each of which has a part of the gradient: summed
-                               over tp before the reduction (a norm weight under sequence parallelism) */
+                               over tp before the reduction (a norm weight under sequence
+                               parallelism) */
 };
 
 FT_API ft_status ft_zero_unit(ft_zero *zero, const char *name, int *unit);
@@ -230,15 +240,15 @@ FT_API ft_status ft_zero_param(ft_zero *zero, const char *name, int ndim, const 
 /* Adds a parameter to the open unit. The tensor is a view into the unit: usable in ops while the
    unit is gathered. */
 FT_API ft_status ft_zero_break(ft_zero *zero);
-/* The units so far are one stretch of forward (a pipeline stage's chunk): nothing is fetched ahead from
-   one stretch into the next. */
+/* The units so far are one stretch of forward (a pipeline stage's chunk): nothing is fetched ahead
+   from one stretch into the next. */
 FT_API ft_status ft_zero_share(ft_zero *zero, int unit, ft_group *group);
-/* The unit exists on every rank of `group` (the stages that hold a tied embedding): its gradients are
-   summed over the group once a step, in ft_zero_step_end, so that the copies stay equal; the group's
-   first rank counts it in the norm. Sent: 2 P_shard (R-1)/R, stage 0: 2 P_unit (R-1)/R. */
+/* The unit exists on every rank of `group` (the stages that hold a tied embedding): its gradients
+   are summed over the group once a step, in ft_zero_step_end, so that the copies stay equal; the
+   group's first rank counts it in the norm. Sent: 2 P_shard (R-1)/R, stage 0: 2 P_unit (R-1)/R. */
 FT_API ft_status ft_zero_tapes(ft_zero *zero, int unit, int tapes);
-/* The unit is entered on so many tapes of each micro-batch (chunks of one rank that share a table): its
-   gradients are complete after as many backwards. Default 1. */
+/* The unit is entered on so many tapes of each micro-batch (chunks of one rank that share a table):
+   its gradients are complete after as many backwards. Default 1. */
 FT_API ft_status ft_zero_commit(ft_zero *zero, ft_zero_init_fn init, void *user);
 /* Ends the description: checks that all dp ranks described the same, allocates parameters (or
    shards) and optimizer state, and initialises this rank's part from `init`. */
@@ -247,8 +257,8 @@ FT_API ft_status ft_zero_commit(ft_zero *zero, ft_zero_init_fn init, void *user)
 
 /* Weights. Stages 0-2 hold them always; there gather and release only check the order. */
 FT_API ft_status ft_zero_gather(ft_zero *zero, int unit);
-/* Queues the all-gather unless it was prefetched, and makes the compute stream wait for it. Counted:
-   each gather is to be released once. Stage 3 sent: P_unit (D-1)/D. */
+/* Queues the all-gather unless it was prefetched, and makes the compute stream wait for it.
+   Counted: each gather is to be released once. Stage 3 sent: P_unit (D-1)/D. */
 FT_API ft_status ft_zero_get(ft_zero *zero, ft_tensor *param);
 /* FT_ERR_STATE unless param's unit is gathered. */
 FT_API ft_status ft_zero_release(ft_zero *zero, int unit);
@@ -294,8 +304,8 @@ FT_API ft_status ft_zero_report_get(ft_zero *zero, ft_zero_report *report);
 
 FT_API ft_status ft_zero_export(ft_zero *zero, ft_tensor *param, int64_t first, int64_t n,
                                 float *values);
-/* values[n] = elements first..first+n-1 of param's fp32 master, on every dp rank (a collective call:
-   all must make it alike). values may be NULL on ranks that do not want it. */
+/* values[n] = elements first..first+n-1 of param's fp32 master, on every dp rank (a collective
+   call: all must make it alike). values may be NULL on ranks that do not want it. */
 FT_API ft_status ft_zero_import(ft_zero *zero, ft_tensor *param, int64_t first, int64_t n,
                                 const float *values);
 /* The reverse: sets master and parameter. A collective call, with the same values on all ranks.
@@ -423,7 +433,8 @@ static ft_status ft__region_reached(ft_ctx *ctx, void *user, ft_phase phase);
 
 enum { FT__NORM = 0, FT__COEF, FT__GO, FT__LOSS, FT__CONTROL };
 
-/* ------------------------------------------------------------------------------- >>zero kernels.impl
+/* ------------------------------------------------------------------------------- >>zero
+   kernels.impl
 
    Five small ops that run unrecorded. They read scalars from device memory, so that no step has to
    wait for the host. */
@@ -467,7 +478,8 @@ static ft_status ft__zero_sumsq_run(const ft_op_call *call)
     return FT_OK;
 }
 
-/* out[0] = {sum of in[0] in order, in[1][0] if f[0] is set}: what this rank contributes to norm and loss. */
+/* out[0] = {sum of in[0] in order, in[1][0] if f[0] is set}: what this rank contributes to norm and
+   loss. */
 static ft_status ft__zero_local_run(const ft_op_call *call)
 {
     float sum = 0, *out = (float *)call->out[0].data;
@@ -479,8 +491,8 @@ static ft_status ft__zero_local_run(const ft_op_call *call)
 }
 
 /* in[0] = {sum of squares, loss} of each rank, added in rank order. out[0] = control, out[1] =
-   {updates, skipped}. f[0] = largest norm (0: any). The clip coefficient is min(1, max_norm / (norm +
-   1e-6)); a norm that is not finite clears `go`, on every rank alike, because all have the same
+   {updates, skipped}. f[0] = largest norm (0: any). The clip coefficient is min(1, max_norm / (norm
+   + 1e-6)); a norm that is not finite clears `go`, on every rank alike, because all have the same
    numbers. */
 static ft_status ft__zero_control_run(const ft_op_call *call)
 {
@@ -616,15 +628,21 @@ FT_API ft_status ft_lr_check(const ft_lr *lr)
     if ((unsigned)lr->schedule > FT_LR_WSD)
         return ft_error(FT_ERR_ARG, "unknown learning-rate schedule %d", (int)lr->schedule);
     if (!(lr->peak >= 0 && lr->floor >= 0 && lr->floor <= lr->peak && isfinite(lr->peak)))
-        return ft_error(FT_ERR_ARG, "a learning rate wants 0 <= floor <= peak, both finite, not floor "
-                        "%g, peak %g", lr->floor, lr->peak);
+        return ft_error(FT_ERR_ARG,
+                        "a learning rate wants 0 <= floor <= peak, both finite, not floor "
+                        "%g, peak %g",
+                        lr->floor, lr->peak);
     if (lr->warmup < 0 || lr->decay < 0 || lr->total < 0)
-        return ft_error(FT_ERR_ARG, "a schedule wants steps >= 0, not warm-up %lld, decay %lld, total "
-                        "%lld", (long long)lr->warmup, (long long)lr->decay, (long long)lr->total);
+        return ft_error(FT_ERR_ARG,
+                        "a schedule wants steps >= 0, not warm-up %lld, decay %lld, total "
+                        "%lld",
+                        (long long)lr->warmup, (long long)lr->decay, (long long)lr->total);
     int64_t decay = lr->schedule == FT_LR_WSD ? lr->decay : 0;
     if (lr->schedule != FT_LR_CONSTANT && lr->warmup > lr->total - decay)
-        return ft_error(FT_ERR_ARG, "a warm-up of %lld steps and a decay of %lld are more than the %lld "
-                        "of the run", (long long)lr->warmup, (long long)decay, (long long)lr->total);
+        return ft_error(FT_ERR_ARG,
+                        "a warm-up of %lld steps and a decay of %lld are more than the %lld "
+                        "of the run",
+                        (long long)lr->warmup, (long long)decay, (long long)lr->total);
     return FT_OK;
 }
 
@@ -664,10 +682,12 @@ static ft_status ft__zero_config_check(const ft_zero_config *c)
         return ft_error(FT_ERR_ARG, "prefetch %d: 0 to 1024 units", c->prefetch);
     const ft_zero_optimizer *o = &c->optimizer;
     if (!o->update || !o->name || o->n_state < 0 || o->n_state > FT_OP_MAX_OUT - 2)
-        return ft_error(FT_ERR_ARG, "the optimizer %s needs an update function and 0 to %d states, not "
-                        "%d", o->name ? o->name : "(no name)", FT_OP_MAX_OUT - 2, o->n_state);
-    if (o->update == ft__adamw_update && !(o->hyper[0] >= 0 && o->hyper[0] < 1 && o->hyper[1] >= 0 &&
-                                           o->hyper[1] < 1 && o->hyper[2] >= 0))
+        return ft_error(FT_ERR_ARG,
+                        "the optimizer %s needs an update function and 0 to %d states, not "
+                        "%d",
+                        o->name ? o->name : "(no name)", FT_OP_MAX_OUT - 2, o->n_state);
+    if (o->update == ft__adamw_update && !(o->hyper[0] >= 0 && o->hyper[0] < 1 &&
+                                           o->hyper[1] >= 0 && o->hyper[1] < 1 && o->hyper[2] >= 0))
         return ft_error(FT_ERR_ARG, "AdamW wants betas in [0, 1) and eps >= 0, not %g %g %g",
                         o->hyper[0], o->hyper[1], o->hyper[2]);
     if (o->update == ft__sgd_update && !(o->hyper[0] >= 0 && o->hyper[0] < 1))
@@ -676,7 +696,8 @@ static ft_status ft__zero_config_check(const ft_zero_config *c)
         return ft_error(FT_ERR_ARG, "accumulate_dtype %d, reduce_dtype %d: see ft_zero_dtype",
                         (int)c->accumulate_dtype, (int)c->reduce_dtype);
     if (c->accumulate_dtype == FT_ZERO_BF16 && c->dtype == FT_F32)
-        return ft_error(FT_ERR_UNSUPPORTED, "gradients of fp32 weights are not accumulated in bf16: it "
+        return ft_error(FT_ERR_UNSUPPORTED,
+                        "gradients of fp32 weights are not accumulated in bf16: it "
                         "would lose them; reduce_dtype bf16 halves the traffic instead");
     if (!(c->weight_decay >= 0 && c->grad_clip >= 0))
         return ft_error(FT_ERR_ARG, "weight decay %g and gradient clip %g must not be negative",
@@ -720,7 +741,8 @@ static ft_status ft__zero_groups(ft_zero *z, const ft_mesh *mesh)
     int dp = mesh->size[FT_AXIS_DP], d = mesh->coord[FT_AXIS_DP];
     int D = z->config.shard_ranks ? z->config.shard_ranks : dp;
     if (D < 1 || dp % D)
-        return ft_error(FT_ERR_ARG, "shard_ranks %d does not divide the %d data-parallel ranks", D, dp);
+        return ft_error(FT_ERR_ARG, "shard_ranks %d does not divide the %d data-parallel ranks", D,
+                        dp);
     z->D = D;
     z->rank = d % D;
     z->dp = dp;
@@ -809,8 +831,9 @@ FT_API ft_status ft_zero_break(ft_zero *zero)
 FT_API ft_status ft_zero_share(ft_zero *zero, int unit, ft_group *group)
 {
     if (zero->committed || unit < 0 || unit >= zero->n_units || !group)
-        return ft_error(FT_ERR_STATE, "ft_zero_share: unit %d of %d, before ft_zero_commit, with a group",
-                        unit, zero->n_units);
+        return ft_error(FT_ERR_STATE,
+                        "ft_zero_share: unit %d of %d, before ft_zero_commit, with a group", unit,
+                        zero->n_units);
     if (ft_group_size(group) > 1) zero->units[unit].share = group;
     return FT_OK;
 }
@@ -818,8 +841,9 @@ FT_API ft_status ft_zero_share(ft_zero *zero, int unit, ft_group *group)
 FT_API ft_status ft_zero_tapes(ft_zero *zero, int unit, int tapes)
 {
     if (zero->committed || unit < 0 || unit >= zero->n_units || tapes < 1)
-        return ft_error(FT_ERR_STATE, "ft_zero_tapes: unit %d of %d on %d tapes, before ft_zero_commit",
-                        unit, zero->n_units, tapes);
+        return ft_error(FT_ERR_STATE,
+                        "ft_zero_tapes: unit %d of %d on %d tapes, before ft_zero_commit", unit,
+                        zero->n_units, tapes);
     zero->units[unit].tapes = tapes;
     return FT_OK;
 }
@@ -885,7 +909,8 @@ static ft_dtype ft__zero_full_dtype(const ft_zero *z)
     return z->shards_grads ? z->reduce_dtype : z->accumulate_dtype;
 }
 
-/* Gradients get storage when they are needed; optimizer state has it always: [Z0] of the whole flat,
+/* Gradients get storage when they are needed; optimizer state has it always: [Z0] of the whole
+   flat,
    [Z1-Z3] of the shard. */
 static ft_status ft__flat_training(ft_zero *z, ft__zero_flat *f)
 {
@@ -1005,7 +1030,8 @@ static ft_status ft__zero_scalars(ft_zero *z)
     z->counts = ft__shape1(z, FT_I32, 1, FT_TAG_OTHER, &status);
     z->all_counts = ft__shape1(z, FT_I32, world, FT_TAG_OTHER, &status);
     z->scale = ft__shape1(z, FT_F32, 1, FT_TAG_OTHER, &status);
-    z->partial = ft__shape1(z, FT_F32, z->n_norm_spans ? z->n_norm_spans : 1, FT_TAG_OTHER, &status);
+    z->partial =
+        ft__shape1(z, FT_F32, z->n_norm_spans ? z->n_norm_spans : 1, FT_TAG_OTHER, &status);
     z->local = ft__shape1(z, FT_F32, 2, FT_TAG_OTHER, &status);
     z->all = ft__shape1(z, FT_F32, 2 * world, FT_TAG_OTHER, &status);
     z->loss = ft__shape1(z, FT_F32, 1, FT_TAG_OTHER, &status);
@@ -1121,8 +1147,8 @@ static ft_status ft__copy_part(ft_zero *z, ft_tensor *flat, int64_t at, int64_t 
 
 /* [first, first + n) of a flat, as far as a buffer that starts at element `start` and holds `len`
    has it: the common part, relative to both. */
-static int64_t ft__zero_common(int64_t first, int64_t n, int64_t start, int64_t len, int64_t *in_part,
-                           int64_t *in_buffer)
+static int64_t ft__zero_common(int64_t first, int64_t n, int64_t start, int64_t len,
+                               int64_t *in_part, int64_t *in_buffer)
 {
     int64_t a = first > start ? first : start;
     int64_t b = first + n < start + len ? first + n : start + len;
@@ -1205,9 +1231,9 @@ static ft_status ft__zero_initialise(ft_zero *zero, ft__zero_param *p, ft_zero_i
     return FT_OK;
 }
 
-/* values[n] on every rank. Each of the first copy's D ranks that has a part of the range puts it into
-   a buffer of the range's size and broadcasts it: n (dp-1) elements travel, and no rank ever holds a
-   whole unit for it. */
+/* values[n] on every rank. Each of the first copy's D ranks that has a part of the range puts it
+   into a buffer of the range's size and broadcasts it: n (dp-1) elements travel, and no rank ever
+   holds a whole unit for it. */
 static ft_status ft__zero_collect(ft_zero *z, ft_tensor *whole, ft_tensor *mine, int64_t shard,
                                   int64_t first, int64_t n, float *values)
 {
@@ -1279,8 +1305,8 @@ static ft_status ft__unit_check(ft_zero *z, int unit, const char *verb)
     return FT_OK;
 }
 
-/* [Z3.1] Starts the all-gather of a unit that is not here. The gather stream first waits for the last
-   change of this rank's weights [E1]; nobody waits for the gather yet. */
+/* [Z3.1] Starts the all-gather of a unit that is not here. The gather stream first waits for the
+   last change of this rank's weights [E1]; nobody waits for the gather yet. */
 static ft_status ft__unit_fetch(ft_zero *z, int unit)
 {
     ft__zero_unit *u = &z->units[unit];
@@ -1356,9 +1382,10 @@ FT_API ft_status ft_zero_get_full(ft_zero *zero, int unit)
         return ft_error(FT_ERR_STATE, "gradients of unit %s outside ft_zero_step_begin and _end",
                         u->name);
     if (u->reduced >= (zero->config.stage < 2 ? 1 : zero->micro_batches))
-        return ft_error(FT_ERR_STATE, "unit %s was reduced already in this step of %d micro-batches: "
-                        "what came now would be lost or counted twice", u->name,
-                        zero->micro_batches);
+        return ft_error(FT_ERR_STATE,
+                        "unit %s was reduced already in this step of %d micro-batches: "
+                        "what came now would be lost or counted twice",
+                        u->name, zero->micro_batches);
     if (zero->unfreed == unit) { /* the last micro-batch's, whose reduction may still run */
         zero->unfreed = -1;
         FT_TRY(ft__unit_free_grad(zero, unit));
@@ -1369,8 +1396,8 @@ FT_API ft_status ft_zero_get_full(ft_zero *zero, int unit)
     return ft_tensor_attach(u->flat[0].grad, FT_TAG_GRAD, zero->compute);
 }
 
-/* [P1] Between the halves of a split backward only vectors have gradients: they wait in buffers of their
-   own, so that no unit's whole gradient waits with them. */
+/* [P1] Between the halves of a split backward only vectors have gradients: they wait in buffers of
+   their own, so that no unit's whole gradient waits with them. */
 static ft_status ft__zero_early_get(ft__zero_param *p, ft_tensor **grad, int *accumulate)
 {
     *accumulate = p->early != NULL;
@@ -1448,7 +1475,8 @@ static ft_status ft__reduce_into_shard(ft_zero *z, ft__zero_flat *f)
     return ft__comm_buffer_free(z, part);
 }
 
-/* [Z0, Z1] In place: this rank's part of the whole gradient becomes the sum; in stage 0 all of it. */
+/* [Z0, Z1] In place: this rank's part of the whole gradient becomes the sum; in stage 0 all of
+   it. */
 static ft_status ft__reduce_in_place(ft_zero *z, ft__zero_flat *f, ft_tensor *full, ft_tensor *mine)
 {
     FT_TRY(ft_reduce_scatter(z->reduce, z->reduce_stream, full, mine));
@@ -1499,7 +1527,8 @@ static ft_status ft__reduce_shared(ft_zero *z, ft__zero_unit *u)
 {
     ft__zero_flat *f = &u->flat[0];
     if (!u->share) return FT_OK;
-    FT_TRY(ft_all_reduce(u->share, z->reduce_stream, z->config.stage == 0 ? f->grad : f->grad_mine));
+    FT_TRY(
+        ft_all_reduce(u->share, z->reduce_stream, z->config.stage == 0 ? f->grad : f->grad_mine));
     u->reduce_done = ft_event_record(z->reduce_stream);
     return FT_OK;
 }
@@ -1632,8 +1661,9 @@ static ft_status ft__region_reached(ft_ctx *ctx, void *user, ft_phase phase)
     return ft__prefetch_backward(r->zero, r);
 }
 
-/* The region's last gradients are there. The unit's backward is over when no other region of it waits
-   on this tape; then they are reduced: [Z2, Z3] each time, [Z0, Z1] after the last micro-batch. */
+/* The region's last gradients are there. The unit's backward is over when no other region of it
+   waits on this tape; then they are reduced: [Z2, Z3] each time, [Z0, Z1] after the last
+   micro-batch. */
 static ft_status ft__region_over(ft_ctx *ctx, ft__region *r)
 {
     ft_zero *z = r->zero;
@@ -1768,8 +1798,8 @@ static ft_status ft__step_update(ft_zero *z, double lr)
     return FT_OK;
 }
 
-/* Gradients end here. [Z1.1, Z2.3] The updated shards are gathered into the weights, unit by unit, so
-   that the next forward starts when its first unit is there. */
+/* Gradients end here. [Z1.1, Z2.3] The updated shards are gathered into the weights, unit by unit,
+   so that the next forward starts when its first unit is there. */
 static ft_status ft__step_finish(ft_zero *z)
 {
     int gathers = z->D > 1 && (z->config.stage == 1 || z->config.stage == 2);
@@ -1834,13 +1864,14 @@ static int64_t ft__unit_wire(const ft_zero *z, int unit)
            (int64_t)ft_dtype_bytes(z->config.dtype);
 }
 
-/* [Z3.5] The fullest window of 1 + prefetch units in a row; and a tied head, which has the embedding,
-   the last unit and what is prefetched for backward at once. */
+/* [Z3.5] The fullest window of 1 + prefetch units in a row; and a tied head, which has the
+   embedding, the last unit and what is prefetched for backward at once. */
 static size_t ft__formula_gather(const ft_zero *z, int tied)
 {
     size_t most = 0, head = ft__unit_full_bytes(z, 0);
     if (!z->shards_weights) return 0;
-    for (int u = 0; u < z->n_units && z->config.keep_gathered; u++) most += ft__unit_full_bytes(z, u);
+    for (int u = 0; u < z->n_units && z->config.keep_gathered; u++)
+        most += ft__unit_full_bytes(z, u);
     if (z->config.keep_gathered) return most;
     for (int u = 0; u < z->n_units; u++) {
         size_t window = 0;

@@ -4,8 +4,8 @@
    Run:    build/08_own_op
 
       64 gradients agree with differences of the loss
-      step    1  loss 0.6958
-      step 1000  loss 0.1327
+      step    1  loss 1.1837
+      step 1000  loss 0.1236
 
    What to learn. An op is a row: shapes, kernels, what its gradients read. So the tape can free for
    it, replay it (07_recompute.c), plan it on meta. Next: train_llama.c, made of rows like this one.
@@ -93,7 +93,7 @@ static ft_status check(ft_ctx *ctx, ft_tensor **w, int k, ft_tensor *u, ft_tenso
         FT_TRY(ft_download(loss, &side[i % 2]));
         ft_tensor_free(loss);
         wk[i / 2] = keep;
-        if (i % 2 && fabsf((side[1] - side[0]) / (2 * e) - dw[i / 2]) > 1e-3f)
+        if (i % 2 && fabsf((side[1] - side[0]) / (2 * e) - dw[i / 2]) > 5e-4f) /* of about 1 */
             return ft_error(FT_ERR_DATA, "w[%d]: gradient %d is wrong", k, (int)i / 2);
     }
     return FT_OK;
@@ -110,7 +110,7 @@ static ft_status rank_main(ft_ctx *ctx, void *user)
     FT_TRY(ft_op_register(ctx, &snake));
     for (int k = 0; k < 3; k++) {
         for (int i = 0; i < V * C; i++)
-            values[i] = k == 0 ? 0.25f * (float)(i + 1) : k == 1 ? 1 : 0.1f * sinf((float)(i * i));
+            values[i] = k == 0 ? 0.25f * (float)(i + 1) : k == 1 ? 1 : sinf((float)(i * i));
         FT_TRY(ft_tensor_create(ctx, &w[k], FT_F32, k == 1 ? 1 : 2, shape[k], FT_TAG_PARAM));
         FT_TRY(ft_upload(w[k], values));
         w[k]->requires_grad = 1;

@@ -444,7 +444,7 @@ static ft_pp_config pipeline_config(const settings *set) {
     return config;
 }
 
-/* A batch as device tensors [B,T], from the host arrays; the tape keeps them as long as it needs. */
+/* A batch as device tensors [B,T], from the host arrays; the tape keeps them while it needs. */
 static ft_status upload_batch(trainer *t, ft_tensor **tokens, ft_tensor **labels) {
     int64_t shape[2];
     shape[0] = t->work->set->micro_batch_size;
@@ -568,8 +568,8 @@ static ft_lr learning_rate(const settings *set) {
     return lr;
 }
 
-/* The mean loss over all windows of the validation files, the same on every rank: the sums travel as
-   fp32 pairs, one pair a rank. A plan runs one batch. */
+/* The mean loss over all windows of the validation files, the same on every rank: the sums travel
+   as fp32 pairs, one pair a rank. A plan runs one batch. */
 static ft_status evaluate(trainer *t, double *loss) {
     int64_t batches = t->work->sampler ? t->work->eval->batches : 1, pair = 2;
     int64_t pairs = 2 * ft_world(t->ctx);
@@ -631,7 +631,8 @@ static ft_status report_eval(job *work, int64_t step, double loss) {
     work->eval_loss = loss;
     if (work->line_open) putchar('\n');
     work->line_open = 0;
-    printf("step %lld/%lld | validation loss %.4f\n", (long long)step, (long long)work->steps, loss);
+    printf("step %lld/%lld | validation loss %.4f\n", (long long)step, (long long)work->steps,
+           loss);
     if (!work->log) return FT_OK;
     ft_io_log_begin(work->log);
     ft_io_log_int(work->log, "step", step);
@@ -1005,13 +1006,16 @@ static ft_status check_layout(program *p) {
     FT_TRY(ft_pp_check(&pipeline));
     FT_TRY(cut_layers(p));
     if (set->dp * set->tp > 4096 / set->pp)
-        return ft_error(FT_ERR_ARG, "dp %lld x tp %lld x pp %lld: at most 4096 ranks in one process",
+        return ft_error(FT_ERR_ARG,
+                        "dp %lld x tp %lld x pp %lld: at most 4096 ranks in one process",
                         (long long)set->dp, (long long)set->tp, (long long)set->pp);
     if (set->sequence_parallel && set->tp == 1)
-        return ft_error(FT_ERR_ARG, "--sp cuts tokens over tensor-parallel ranks: it needs --tp 2 or "
+        return ft_error(FT_ERR_ARG,
+                        "--sp cuts tokens over tensor-parallel ranks: it needs --tp 2 or "
                         "more");
     if (set->sample && set->tp * set->pp > 1)
-        return ft_error(FT_ERR_UNSUPPORTED, "--sample needs a whole model on each rank: --tp 1 --pp 1");
+        return ft_error(FT_ERR_UNSUPPORTED,
+                        "--sample needs a whole model on each rank: --tp 1 --pp 1");
     if (set->eval_every && !set->eval_data.n)
         return ft_error(FT_ERR_ARG, "--eval-every needs --eval-data");
     return ft_tp_check((int)set->tp, (int)set->sequence_parallel, p->model.heads, p->model.kv_heads,
@@ -1070,8 +1074,8 @@ static ft_status print_layout(const program *p) {
     printf("mesh    rank = (pp %lld x dp + dp %lld) x tp + tp %lld, %d ranks\n", (long long)set->pp,
            (long long)set->dp, (long long)set->tp, rank_count(set));
     for (v = 0; v < stages; v++)
-        printf("stage   %d, chunk %d: layers %lld to %lld%s%s\n", v % (int)set->pp, v / (int)set->pp,
-               (long long)p->first_layer[v], (long long)p->first_layer[v + 1] - 1,
+        printf("stage   %d, chunk %d: layers %lld to %lld%s%s\n", v % (int)set->pp,
+               v / (int)set->pp, (long long)p->first_layer[v], (long long)p->first_layer[v + 1] - 1,
                v == 0 ? ", embedding" : "", v == stages - 1 ? ", final norm and head" : "");
     FT_TRY(ft_pp_schedule_create(&config, &schedule));
     status = ft_pp_draw_file(schedule, NULL, 0, stdout);
@@ -1088,10 +1092,11 @@ static void print_settings(const program *p) {
            (long long)model->hidden, (long long)model->heads, (long long)model->kv_heads,
            (long long)model->head_dim, (long long)model->intermediate, (long long)model->vocab,
            model->tie_embeddings ? "tied" : "untied", thousands(ft_llama_param_total(model), text));
-    printf("batch   %lld dp ranks x %lld sequences x %lld micro-batches x %lld tokens = %s tokens a "
-           "step\n", (long long)set->dp, (long long)set->micro_batch_size,
-           (long long)set->micro_batches, (long long)set->seq_len,
-           thousands(tokens_of_step(set), text));
+    printf(
+        "batch   %lld dp ranks x %lld sequences x %lld micro-batches x %lld tokens = %s tokens a "
+        "step\n",
+        (long long)set->dp, (long long)set->micro_batch_size, (long long)set->micro_batches,
+        (long long)set->seq_len, thousands(tokens_of_step(set), text));
     printf("memory  ZeRO-%lld, recompute %s, prefetch %lld, reduce-overlap %s, %s\n",
            (long long)set->zero_stage,
            set->sac == SAC_BUDGET ? "by budget" : set->sac == FT_SAC_FULL ? "full"
@@ -1208,7 +1213,8 @@ static ft_status run_program(program *p) {
     if (p->set.verbose) FT_TRY(print_layout(p));
     FT_TRY(make_plan(p));
     FT_TRY(meta ? plan_on_meta(p) : train_on_cpu(p));
-    if (p->memory_json) write_memory_json(p->memory_json, rank_count(&p->set), meta ? p->plan : p->run);
+    if (p->memory_json)
+        write_memory_json(p->memory_json, rank_count(&p->set), meta ? p->plan : p->run);
     return FT_OK;
 }
 
