@@ -697,7 +697,8 @@ typedef struct program {
     double at[MOST][N], grad[MOST][N];
 } program;
 
-#define LEAVES 4 /* 2 wants no gradient; 3, of tag act, is a stage's input: the value of another tape */
+/* 2 wants no gradient; 3, of tag act, is the input of a stage: the value of some other tape. */
+#define LEAVES 4
 
 static double kind_value(kind k, int out, double a, double b)
 {
