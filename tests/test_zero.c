@@ -2526,7 +2526,7 @@ static ft_status fetched_for_nothing(ft_ctx *ctx, void *user)
     bench b;
     FT_TRY(bench_begin(&b, ctx, (const ft_zero_config *)user));
     FT_TRY(bench_commit_as(&b, FT_ZERO_FROZEN));
-    for (int i = 0; i < 30; i++) {
+    for (int i = 0; i < 300; i++) {
         ft_tensor *y, *loss;
         FT_TRY(ft_zero_step_begin(b.zero, 1, 5, &b.scale));
         FT_TRY(ft_tape_begin(b.tape));
