@@ -134,7 +134,7 @@ build/asan/train_llama: examples/train_llama.c $(HEADERS) | compiler
 
 PLAIN_TESTS := $(filter test_ops test_golden,$(TESTS))
 # Tests in which ranks talk to each other: the ones that run again with delays and under TSan.
-RANK_TESTS ?= $(filter-out test_io test_ops,$(TESTS))
+RANK_TESTS ?= $(filter-out test_io test_ops test_data test_pp_schedule test_sac,$(TESTS))
 # Under sanitizers programs are 3 to 15 times slower. Those of these lists reach every part in minutes;
 # make asan ASAN_TESTS="..." or make tsan TSAN_TESTS="..." runs others.
 ASAN_TESTS ?= $(filter-out test_3d test_sac test_failure,$(TESTS))

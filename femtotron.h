@@ -2565,10 +2565,11 @@ static const char *ft__where_text(const ft_ctx *ctx)
     return ctx->where_op && *ctx->where_op ? ctx->where_op : "a tensor";
 }
 
-/* Books an allocation. The limit is checked on the accounted size: what a plan says fits, fits. */
-static ft_status ft__account_alloc(ft_ctx *ctx, ft_storage *st)
+/* The limit is checked on the accounted size, before the machine is asked: what a plan says fits,
+   fits, and what does not fit is refused alike on every device. */
+static ft_status ft__account_check(const ft_ctx *ctx, const ft_storage *st)
 {
-    ft_mem_stats *s = &ctx->memory->stats;
+    const ft_mem_stats *s = &ctx->memory->stats;
     size_t limit = ctx->config.memory_limit;
     if (st->accounted_bytes > SIZE_MAX / 2 - s->live_bytes ||
         (limit && s->live_bytes + st->accounted_bytes > limit))
@@ -2577,6 +2578,13 @@ static ft_status ft__account_alloc(ft_ctx *ctx, ft_storage *st)
             "%zu bytes (%s, for %s) do not fit: %zu live of a limit of %zu; "
             "a smaller micro-batch, more recomputation or a higher ZeRO stage would help",
             st->accounted_bytes, ft_tag_name(st->tag), ft__where_text(ctx), s->live_bytes, limit);
+    return FT_OK;
+}
+
+/* Books an allocation that the check has let pass. */
+static ft_status ft__account_alloc(ft_ctx *ctx, ft_storage *st)
+{
+    ft_mem_stats *s = &ctx->memory->stats;
     if (ctx->config.timeline) FT_TRY(ft__timeline_reserve(ctx->memory));
     s->live_bytes += st->accounted_bytes;
     s->live[st->tag] += st->accounted_bytes;
@@ -2601,7 +2609,8 @@ static ft_status ft__storage_create(ft_ctx *ctx, size_t bytes, ft_tag tag, ft_st
     st->accounted_bytes = ft_accounted_bytes(bytes);
     st->tag = tag;
     st->refs = 1;
-    if (ctx->device == FT_CPU) {
+    ft_status status = ft__account_check(ctx, st);
+    if (status == FT_OK && ctx->device == FT_CPU) {
         st->block = FT_MALLOC(bytes + 63);
         if (!st->block) {
             FT_FREE(st);
@@ -2610,7 +2619,7 @@ static ft_status ft__storage_create(ft_ctx *ctx, size_t bytes, ft_tag tag, ft_st
         }
         st->data = (void *)(((uintptr_t)st->block + 63) / 64 * 64);
     }
-    ft_status status = ft__account_alloc(ctx, st);
+    if (status == FT_OK) status = ft__account_alloc(ctx, st);
     if (status != FT_OK) {
         if (st->block) FT_FREE(st->block);
         FT_FREE(st);

@@ -4,7 +4,6 @@
    Run:    ./train_llama --data *.h --dp 4 --zero-stage 3 --sac selective --steps 300
    Plan:   ./train_llama --device meta --dp 8 --zero-stage 3 --sac full --hidden 4096 --layers 32
 
-@OUTPUT@
    How it is built: one table of options drives parsing and --help. main() checks everything that
    can be checked, plans the memory by running one step on the device `meta`, then trains. Plan and
    run are the same function, rank_main(): only the device differs. Read train_step() first.
