@@ -50,7 +50,8 @@
      stream    Work is queued on a stream and runs in its order; two streams are ordered only by
                events. The host runs ahead: a function returning FT_OK means "queued and valid".
      tag       Each allocation says what it is for: param grad optim act gather comm workspace
-     other. tape      Ops run eagerly and leave a node behind; a tape belongs to one micro-batch.
+               other.
+     tape      Ops run eagerly and leave a node behind; a tape belongs to one micro-batch.
      segment   A stretch of a tape (one layer) in which saved tensors may be dropped and rebuilt.
 
    OWNERSHIP, THREADS, ERRORS
@@ -601,7 +602,8 @@ FT_API ft_status ft_backward(ft_tape *tape, ft_tensor *root, ft_tensor *droot);
    and is empty afterwards: its tensors are gone, but root, which becomes a tensor of one's own.
    FT_ERR_STATE if a saved tensor was written since it was read. */
 FT_API ft_status ft_tape_reset(ft_tape *tape);
-/* Drops what was recorded, without a backward. */
+/* Drops what was recorded, without a backward, and without calling its marks: a forward under
+   ft_zero_enter that is dropped leaves its regions open, and the step cannot end. */
 
 FT_API ft_status ft_backward_inputs(ft_tape *tape, ft_tensor *root, ft_tensor *droot);
 /* The first half of ft_backward: all gradients but those of parameters (leaves) in ops flagged
@@ -5470,7 +5472,7 @@ FT_API size_t ft_bytes(const ft_tensor *tensor)
     return (size_t)ft_numel(tensor) * ft_dtype_bytes(tensor->dtype);
 }
 
-/* Shape as text for messages. Rotating through the caller's buffer keeps it free of globals. */
+/* Shape as text for messages, in the caller's buffer. */
 static const char *ft__shape_text(int ndim, const int64_t *shape, char *text, size_t text_bytes)
 {
     size_t at = 0;
@@ -6151,6 +6153,7 @@ static ft_status ft__consume_check(const ft_op *row, ft_tensor *in, const ft_tap
     const char *why = NULL;
     if (in->base) why = "it is a view";
     else if (tape && in->tape != tape) why = "it is not on the current tape, and would be lost";
+    else if (!in->tape && in->uses > 0) why = "a tape refers to it";
     else if (!tape && in->tape) why = "it belongs to a tape that is not recording";
     else if (in->need > 0 && in->keep) why = "a backward will read it";
     else if (in->storage && in->storage->refs > 1) why = "its storage is shared";
@@ -6335,7 +6338,11 @@ FT_API ft_status ft_tape_reset(ft_tape *tape)
     ft_ctx *ctx = tape->ctx;
     if (tape->in_backward) return ft_error(FT_ERR_STATE, "ft_tape_reset inside ft_backward");
     if (ctx->tape == tape) ctx->tape = NULL;
-    if (tape->open) ctx->segment_open = 0;
+    if (tape->open) {
+        ctx->segment_open = 0;
+        ctx->where_segment = -1;
+        ctx->where_segment_name = NULL;
+    }
     ft__tape_let_go(tape);
     for (int n = tape->n - 1; n >= 0; n--)
         for (int i = 0; i < FT_OP_MAX_OUT; i++)
@@ -6410,7 +6417,8 @@ FT_API ft_status ft_segment_end(ft_ctx *ctx, int n, ft_tensor *const *results)
         FT_TRY(ft__readable(results[i], "ft_segment_end"));
         results[i]->in_segment = 0;
         results[i]->keep = 1; /* the next segment's replays start from it */
-        if (results[i]->tape) ft__node_unpin(tape, &tape->nodes[results[i]->producer]);
+        if (results[i]->tape)
+            ft__node_unpin(results[i]->tape, &results[i]->tape->nodes[results[i]->producer]);
     }
     for (ft_tensor *t = ctx->tensors, *next; t; t = next) {
         next = t->next;
@@ -6835,7 +6843,7 @@ static ft_status ft__backward_seed(ft_tape *tape, ft_tensor *root, ft_tensor *dr
         return ft_fill(root->grad, 1.0, ft__compute(tape->ctx));
     }
     if (ft_numel(droot) != ft_numel(root) || droot->dtype != root->dtype || droot->tape ||
-        droot->base || !droot->storage)
+        droot->uses || droot->base || !droot->storage)
         return ft_error(FT_ERR_SHAPE, "the gradient given is not of the root's kind, %s, or is no "
                         "tensor of one's own", ft__tensor_label(root, text, sizeof text));
     root->grad = droot;

@@ -5,6 +5,7 @@
        #define FEMTOTRON_IMPLEMENTATION
        #include "femtotron.h"
        #include "femtotron_zero.h"
+       #include "femtotron_tp.h"
        #include "femtotron_llama.h"
 
    Then, on every rank, a model and a training step (error checks left out):
@@ -25,8 +26,8 @@
      No dropout, no sliding window, no mixture of experts, no padding mask (ignore a token by its
      label, -100), no documents packed in a row with masks between them, no key-value cache: each
      call of ft_llama_logits computes all of its tokens. It reads and writes no files: see
-     femtotron_io.h. One rank holds or gathers whole layers; the weights are not cut by head or
-     column.
+     femtotron_io.h. Logits and the trainer's sample need a whole model on each rank: of one that is
+     cut over tp or pp there is the loss.
 
    CONTENTS  (find a part by searching for its mark)
      Declarations                            Implementation
@@ -234,7 +235,7 @@ FT_API ft_status ft_llama_export_grad(ft_llama *model, const ft_llama_param *par
    call. */
 FT_API ft_status ft_llama_hash(ft_llama *model, uint64_t *hash);
 /* FNV-1a, 64 bit, over the little-endian bytes of the fp32 master weights in canonical order, so
-   independent of the layout. Streamed: 256 KiB of host memory. A collective call. On meta, where no
+   independent of the layout. Streamed, 256 KiB (cut over tp or pp: the largest tensor and two slices of it) of host memory. A collective call. On meta, where no
    weight has a value, that of zeros. */
 
 #endif /* FEMTOTRON_LLAMA_H */
@@ -1156,7 +1157,7 @@ FT_API ft_status ft_llama_export_grad(ft_llama *m, const ft_llama_param *p, floa
 {
     FT_TRY(ft__llama_check_param(m, "ft_llama_export_grad", p));
     FT_TRY(ft__llama_collect(m, p, ft_zero_export_grad, values));
-    if (!m->config.tie_embeddings || m->P == 1 || p != m->params) return FT_OK;
+    if (!m->config.tie_embeddings || m->P == 1 || strcmp(p->name, m->params[0].name) != 0) return FT_OK;
     /* A tied table on two stages: before ft_zero_step_end each has its own part of the gradient. */
     int64_t n = p->shape[0] * p->shape[1];
     float *head = (float *)ft_host_alloc(m->ctx, (size_t)n * sizeof *head);

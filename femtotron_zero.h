@@ -41,7 +41,8 @@
      P = bytes of all padded units in the dtype that travels, times (D-1)/D; M micro-batches. With
      `reduce_overlap` (default on) "one unit" of gradients is two; with `prefetch` p (default 1) the
      gathered units are at most 1 + p. A head tied to the embedding gathers that unit a second time:
-     M (3 P - P_last) then. Scalars (token counts, norm, loss) travel apart, 12 D bytes a step.
+     M (3 P - P_last) then. Scalars (token counts, norm, loss) travel
+     apart, 12 (W - 1) bytes a step and rank of a world of W ranks.
      ft_zero_formula_get computes these to the byte, buffers rounded up to 256.
 
    THE CASES
@@ -76,7 +77,7 @@
             skips the update everywhere, by the same number on every rank.
      [P1]   A split backward (ft_backward_inputs, _weights): the first half gathers and releases,
             the second only makes gradients, and reduces. Stages 2, 3: what the first half has of
-            vectors (norm weights) waits apart, 4 bytes an element, and goes into the next
+            vectors (norm weights) waits apart, in the dtype of gradients, and goes into the next
             reduction, which may be an earlier micro-batch's: equal to a whole backward up to
             rounding (one micro-batch: bitwise). A matrix whose op does not split (a head) has its
             unit's whole gradient wait.
@@ -193,9 +194,8 @@ FT_API ft_zero_config ft_zero_config_default(void);
      constant   peak
      linear     from peak to floor
      cosine     floor + (peak - floor) (1 + cos(pi x)) / 2 (Loshchilov and Hutter 2017, eq. 5)
-     wsd        peak, and over the last `decay` steps linearly to floor (warm-up, stable, decay: Hu
-     et
-                al. 2024)
+     wsd        peak, and over the last `decay` steps linearly to floor (warm-up,
+                stable, decay: Hu et al. 2024)
    Steps from `total` on keep the last value. */
 typedef enum ft_schedule { FT_LR_CONSTANT = 0, FT_LR_LINEAR, FT_LR_COSINE, FT_LR_WSD } ft_schedule;
 
@@ -421,20 +421,20 @@ struct ft_zero {
     ft__region *regions;        /* closed, youngest first */
     int unfreed;                /* unit whose reduction may still run, -1: none */
     ft_event weights_ready;     /* the last change of this rank's weights */
-    ft_tensor *counts, *all_counts, *scale;       /* int32 [1], int32 [dp], fp32 [1] */
-    ft_tensor *partial, *local, *all, *loss;      /* fp32 [units], [2], [2 dp], [1] */
+    ft_tensor *counts, *all_counts, *scale;       /* int32 [1], int32 [world], fp32 [1] */
+    ft_tensor *partial, *local, *all, *loss;      /* fp32 [spans], [2], [2 world], [1] */
     ft_tensor *control, *updates;                 /* fp32 [FT__CONTROL], int32 [2] */
 };
 
 #define FT__ZERO_ALIGN 8 /* elements: shards start at 16 bytes in bf16 too */
 
 static ft_status ft__region_passed(ft_ctx *ctx, void *user, ft_phase phase);
+static ft_status ft__reduce_replicas(ft_zero *z, ft__zero_unit *u);
 static ft_status ft__region_reached(ft_ctx *ctx, void *user, ft_phase phase);
 
 enum { FT__NORM = 0, FT__COEF, FT__GO, FT__LOSS, FT__CONTROL };
 
-/* ------------------------------------------------------------------------------- >>zero
-   kernels.impl
+/* --------------------------------------------------------------------------- >>zero kernels.impl
 
    Five small ops that run unrecorded. They read scalars from device memory, so that no step has to
    wait for the host. */
@@ -687,8 +687,8 @@ static ft_status ft__zero_config_check(const ft_zero_config *c)
                         "%d",
                         o->name ? o->name : "(no name)", FT_OP_MAX_OUT - 2, o->n_state);
     if (o->update == ft__adamw_update && !(o->hyper[0] >= 0 && o->hyper[0] < 1 &&
-                                           o->hyper[1] >= 0 && o->hyper[1] < 1 && o->hyper[2] >= 0))
-        return ft_error(FT_ERR_ARG, "AdamW wants betas in [0, 1) and eps >= 0, not %g %g %g",
+                                           o->hyper[1] >= 0 && o->hyper[1] < 1 && (float)o->hyper[2] > 0))
+        return ft_error(FT_ERR_ARG, "AdamW wants betas in [0, 1) and an eps that fp32 can hold, not %g %g %g",
                         o->hyper[0], o->hyper[1], o->hyper[2]);
     if (o->update == ft__sgd_update && !(o->hyper[0] >= 0 && o->hyper[0] < 1))
         return ft_error(FT_ERR_ARG, "SGD wants a momentum in [0, 1), not %g", o->hyper[0]);
@@ -1290,6 +1290,7 @@ FT_API ft_status ft_zero_export_grad(ft_zero *zero, ft_tensor *param, int64_t fi
     ft__zero_unit *u = &zero->units[p->unit];
     ft_tensor *shard = NULL;
     FT_TRY(ft_zero_get_shard(zero, p->unit, &shard));
+    FT_TRY(ft__reduce_replicas(zero, u)); /* a unit idle in the last micro-batch */
     FT_TRY(ft_stream_wait(zero->compute, u->reduce_done)); /* [E4] */
     ft_tensor *whole = zero->config.stage == 0 ? u->flat[0].grad : NULL;
     return ft__zero_collect_all(zero, whole, shard, u->flat[0].shard, p->offset + first, n, values);
@@ -1381,7 +1382,7 @@ FT_API ft_status ft_zero_get_full(ft_zero *zero, int unit)
     if (!zero->in_step)
         return ft_error(FT_ERR_STATE, "gradients of unit %s outside ft_zero_step_begin and _end",
                         u->name);
-    if (u->reduced >= (zero->config.stage < 2 ? 1 : zero->micro_batches))
+    if (u->reduced >= (zero->shards_grads ? zero->micro_batches : 1))
         return ft_error(FT_ERR_STATE,
                         "unit %s was reduced already in this step of %d micro-batches: "
                         "what came now would be lost or counted twice",
@@ -1526,7 +1527,7 @@ static ft_status ft__reduce_partial(ft_zero *z, int unit)
 static ft_status ft__reduce_shared(ft_zero *z, ft__zero_unit *u)
 {
     ft__zero_flat *f = &u->flat[0];
-    if (!u->share) return FT_OK;
+    if (!u->share || !f->elems) return FT_OK;
     FT_TRY(
         ft_all_reduce(u->share, z->reduce_stream, z->config.stage == 0 ? f->grad : f->grad_mine));
     u->reduce_done = ft_event_record(z->reduce_stream);
@@ -1737,7 +1738,8 @@ static ft_status ft__step_settle(ft_zero *z)
 {
     for (int u = 0; u < z->n_units; u++) {
         if (!z->units[u].flat[0].elems) continue;
-        if (!z->units[u].reduced) FT_TRY(ft_zero_reduce(z, u));
+        int left = z->shards_grads && u != z->unfreed && ft_tensor_present(z->units[u].flat[0].grad);
+        if (!z->units[u].reduced || left) FT_TRY(ft_zero_reduce(z, u));
         FT_TRY(ft__reduce_replicas(z, &z->units[u])); /* idle in the last micro-batch */
     }
     for (int u = 0; u < z->n_units; u++) FT_TRY(ft__reduce_shared(z, &z->units[u]));

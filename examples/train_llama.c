@@ -26,10 +26,12 @@
 #include "femtotron_io.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <math.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 #ifdef __GLIBC__
@@ -151,7 +153,7 @@ static const option options[] = {
     {"--eps", TAKES_REAL, "E", AT(eps), 0, 1, "1e-8", "AdamW's epsilon"},
     {"--momentum", TAKES_REAL, "M", AT(momentum), 0, 1, "0.9", "of SGD"},
     {"--weight-decay", TAKES_REAL, "W", AT(weight_decay), 0, 1000, "0.1",
-     "AdamW's decay of matrices (of norms and biases never); 0: none"},
+     "the optimizer\'s decay of matrices (of norms and biases never); 0: none"},
     {"--grad-clip", TAKES_REAL, "C", AT(grad_clip), 0, 1000000000, "1",
      "largest global gradient norm; 0: no clipping"},
     {"--dtype", TAKES_WORD, "fp32|bf16", AT(dtype), 0, 0, "fp32",
@@ -167,7 +169,7 @@ static const option options[] = {
     {"--eval-every", TAKES_INT, "N", AT(eval_every), 0, 1000000000, "0",
      "steps between validations; 0: only after the last step"},
     {"--hidden", TAKES_INT, "C", AT(hidden), 1, MANY, "128", "width of the model"},
-    {"--layers", TAKES_INT, "L", AT(layers), 1, 65536, "4", "decoder layers"},
+    {"--layers", TAKES_INT, "L", AT(layers), 1, 4096, "4", "decoder layers"},
     {"--heads", TAKES_INT, "H", AT(heads), 1, MANY, "4", "query heads"},
     {"--kv-heads", TAKES_INT, "K", AT(kv_heads), 1, MANY, NULL,
      "key and value heads, a divisor of H; default H"},
@@ -1015,10 +1017,42 @@ static ft_status check_layout(program *p) {
     if (set->sample && set->tp * set->pp > 1)
         return ft_error(FT_ERR_UNSUPPORTED,
                         "--sample needs a whole model on each rank: --tp 1 --pp 1");
+    if (set->sample && set->token_dtype)
+        return ft_error(FT_ERR_UNSUPPORTED, "--sample writes bytes: it needs --token-dtype bytes");
+    if (set->sac == SAC_BUDGET && set->pp > 1)
+        return ft_error(FT_ERR_UNSUPPORTED, "--sac budget=BYTES chooses for the layers of one rank: with "
+                        "--pp 2 or more take none, selective or full");
     if (set->eval_every && !set->eval_data.n)
         return ft_error(FT_ERR_ARG, "--eval-every needs --eval-data");
     return ft_tp_check((int)set->tp, (int)set->sequence_parallel, p->model.heads, p->model.kv_heads,
                        p->model.intermediate, set->micro_batch_size, set->seq_len);
+}
+
+/* An output must not be one of the inputs, which are mapped, nor the other output. */
+static ft_status check_output(const settings *set, const char *path, const char *other) {
+    const paths *lists[2];
+    struct stat out, in;
+    int k, i;
+    lists[0] = &set->data;
+    lists[1] = &set->eval_data;
+    if (!path) return FT_OK;
+    if (other && strcmp(path, other) == 0)
+        return ft_error(FT_ERR_ARG, "%s: --log and --memory-json name the same file", path);
+    if (stat(path, &out) != 0) return FT_OK; /* a new file */
+    if (other && stat(other, &in) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+        return ft_error(FT_ERR_ARG, "%s and %s are the same file", path, other);
+    for (k = 0; k < 2; k++)
+        for (i = 0; i < lists[k]->n; i++)
+            if (stat(lists[k]->path[i], &in) == 0 && in.st_dev == out.st_dev &&
+                in.st_ino == out.st_ino)
+                return ft_error(FT_ERR_ARG, "%s would be written over the data in %s", path,
+                                lists[k]->path[i]);
+    return FT_OK;
+}
+
+static ft_status check_outputs(const settings *set) {
+    FT_TRY(check_output(set, set->log_path, set->memory_json_path));
+    return check_output(set, set->memory_json_path, NULL);
 }
 
 static ft_status open_data(program *p, int64_t batch) {
@@ -1045,16 +1079,16 @@ static ft_status open_inputs(program *p) {
     model_config(set, &p->model);
     FT_TRY(ft_llama_check(&p->model));
     if (batch > INT32_MAX / set->micro_batches ||
-        set->micro_batch_size > INT32_MAX / set->seq_len)
+        set->micro_batch_size * set->micro_batches > INT32_MAX / set->seq_len)
         return ft_error(FT_ERR_ARG, "the batch is too large: %lld ranks x %lld sequences x %lld "
-                        "micro-batches of %lld tokens; a global batch of sequences and a "
-                        "micro-batch of tokens are at most %d", (long long)set->dp,
+                        "micro-batches of %lld tokens; the sequences of a step, and "
+                        "the tokens of a dp rank's step, are at most %d", (long long)set->dp,
                         (long long)set->micro_batch_size, (long long)set->micro_batches,
                         (long long)set->seq_len, INT32_MAX);
     FT_TRY(check_layout(p));
     FT_TRY(open_data(p, batch));
+    FT_TRY(check_outputs(set));
     if (set->log_path && set->device == FT_CPU) FT_TRY(ft_io_log_open(set->log_path, 0, &p->log));
-    if (set->memory_json_path) FT_TRY(ft_io_json_open(set->memory_json_path, &p->memory_json));
     p->sac = (ft_sac *)calloc((size_t)set->layers, sizeof *p->sac);
     p->plan = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->plan);
     p->run = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->run);
@@ -1198,7 +1232,8 @@ static ft_status train_on_cpu(program *p) {
 }
 
 static ft_status plan_on_meta(program *p) {
-    puts("\nbytes sent by each rank in a step");
+    puts(p->set.eval_data.n ? "\nbytes sent by each rank in a step and a validation batch"
+                            : "\nbytes sent by each rank in a step");
     FT_TRY(print_traffic(rank_count(&p->set), p->plan));
     if (p->set.hash || p->set.sample || p->set.log_path)
         puts("\nmeta has no weights and takes no steps: nothing for --hash, --sample or --log");
@@ -1212,13 +1247,13 @@ static ft_status run_program(program *p) {
     if (p->set.verbose) FT_TRY(print_layout(p));
     FT_TRY(make_plan(p));
     FT_TRY(meta ? plan_on_meta(p) : train_on_cpu(p));
-    if (p->memory_json)
-        write_memory_json(p->memory_json, rank_count(&p->set), meta ? p->plan : p->run);
+    if (!p->set.memory_json_path) return FT_OK;
+    FT_TRY(ft_io_json_open(p->set.memory_json_path, &p->memory_json));
+    write_memory_json(p->memory_json, rank_count(&p->set), meta ? p->plan : p->run);
     return FT_OK;
 }
 
-/* Closes everything; an error of closing counts unless there was one before. A failed run leaves no
-   half-written memory file. */
+/* Closes everything; an error of closing counts unless there was one before. */
 static ft_status close_program(program *p, ft_status status) {
     ft_status closed = FT_OK;
     if (status != FT_OK) {
@@ -1231,7 +1266,6 @@ static ft_status close_program(program *p, ft_status status) {
     if (p->memory_json) {
         ft_status finished = ft_io_json_finish(p->memory_json);
         if (closed == FT_OK) closed = finished;
-        if (status != FT_OK) remove(p->set.memory_json_path);
     }
     if (status == FT_OK && closed != FT_OK) fprintf(stderr, "error: %s\n", ft_last_error());
     ft_io_data_close(p->data);
@@ -1253,18 +1287,31 @@ static void keep_freed_memory(void) {
 #endif
 }
 
+/* What was printed must have arrived; a full disk is an error like any other. */
+static int output_written(void) {
+    if (fflush(stdout) == 0 && !ferror(stdout)) return 1;
+    fprintf(stderr, "error: standard output cannot be written\n");
+    return 0;
+}
+
 int main(int argc, char **argv) {
     program p;
+    /* A closed descriptor 1 would become the first file that is opened. */
+    if (fcntl(STDOUT_FILENO, F_GETFD) < 0 || fcntl(STDERR_FILENO, F_GETFD) < 0) {
+        fprintf(stderr, "error: standard output and standard error must be open\n");
+        return EXIT_FAILURE;
+    }
     keep_freed_memory();
     memset(&p, 0, sizeof p);
     if (!parse_options(argc, argv, &p.set)) return EXIT_USAGE;
     if (p.set.help) {
         print_help();
-        return EXIT_SUCCESS;
+        return output_written() ? EXIT_SUCCESS : EXIT_FAILURE;
     }
     if (p.set.device == FT_CPU && p.set.data.n == 0) {
         bad("--data is missing: training needs files");
         return EXIT_USAGE;
     }
-    return close_program(&p, run_program(&p)) == FT_OK ? EXIT_SUCCESS : EXIT_FAILURE;
+    ft_status status = close_program(&p, run_program(&p));
+    return status == FT_OK && output_written() ? EXIT_SUCCESS : EXIT_FAILURE;
 }

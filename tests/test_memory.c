@@ -29,6 +29,19 @@
                             ft_last_error());                                                      \
     } while (0)
 
+/* ThreadSanitizer looks at races, which do not differ between layouts as bytes do, and makes runs 20
+   times slower: of each list of layouts it sees every seventh. */
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define UNDER_TSAN 1
+#endif
+#endif
+#if defined(__SANITIZE_THREAD__) || defined(UNDER_TSAN)
+enum { EVERY = 7 };
+#else
+enum { EVERY = 1 };
+#endif
+
 static size_t up256(int64_t bytes) { return (size_t)(bytes + 255) / 256 * 256; }
 
 /* ---------------------------------------------------------------------------- one training run */
@@ -356,6 +369,8 @@ static void check_same(const run *cpu, const th_result *a, const run *meta, cons
 
 static void check_run(const run *options)
 {
+    static int layouts;
+    if (layouts++ % EVERY) return;
     run *cpu = (run *)malloc(sizeof *cpu), *meta = (run *)malloc(sizeof *meta);
     assert_true(cpu && meta);
     *cpu = *meta = *options;
@@ -548,6 +563,7 @@ static void no_scores(void **state)
             policy(&r, p, 0);
             memset(&look, 0, sizeof look);
             check_run(&r);
+            if (!look.max_request) continue; /* left out */
             assert_true(look.max_request >= 300 * 8 * 2);
             assert_true(look.max_request < 300 * 300 * 2);
         }
@@ -575,6 +591,7 @@ static void no_whole_logits(void **state)
             memset(&look, 0, sizeof look);
             look.logits = 16 * 1000 * e;
             check_run(&r);
+            if (!look.max_request) continue; /* left out */
             assert_int_equal(look.n_logits, 2); /* on cpu and on meta */
             assert_true(look.max_request < 2 * 64 * 1000 * 2);
             assert_int_equal(look.max_act, 16 * 1000 * e);

@@ -318,10 +318,11 @@ static void test_three_micro_batches_fp32(void **state)
     check_three_micro_batches(FT_F32, 1e-6, 1e-5);
 }
 
-/* A gradient that passes through one more, or one fewer, rounding to bf16 moves by up to 2^-9 of
-   itself; Adam turns that into at most that part of a step of lr for each weight, and the masters
-   differ accordingly. In the loss, flat in most directions, a hundredth of that is left. */
-#define BF16_BOUND 1e-4
+/* Stages 0, 1 and 2, 3, and other numbers of ranks, round sums of gradients to bf16 at other
+   places: by 2^-9 of a gradient, of which Adam passes such a part of its step on to the weights. The
+   losses of these 5 steps then differ by up to 2.4e-5 of themselves, over all cases; three times that
+   is allowed. A micro-batch that is lost shows as 2e-4 in the second step. */
+#define BF16_BOUND 8e-5
 
 static void test_one_micro_batch_bf16(void **state)
 {

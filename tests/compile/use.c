@@ -4,6 +4,8 @@
    It plans two ranks of a small Llama on the meta device and trains nothing. */
 #include "femtotron.h"
 #include "femtotron_zero.h"
+#include "femtotron_tp.h"
+#include "femtotron_pp.h"
 #include "femtotron_llama.h"
 #include "femtotron_io.h"
 
