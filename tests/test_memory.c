@@ -29,8 +29,8 @@
                             ft_last_error());                                                      \
     } while (0)
 
-/* ThreadSanitizer looks at races, which do not differ between layouts as bytes do, and makes runs 20
-   times slower: of each list of layouts it sees every seventh. */
+/* ThreadSanitizer looks for races, which do not differ between layouts as bytes do, and slows runs
+   down twenty times: it sees every seventh layout. */
 #if defined(__has_feature)
 #if __has_feature(thread_sanitizer)
 #define UNDER_TSAN 1
