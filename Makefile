@@ -134,11 +134,12 @@ build/asan/train_llama: examples/train_llama.c $(HEADERS) | compiler
 
 PLAIN_TESTS := $(filter test_ops test_golden,$(TESTS))
 # Tests in which ranks talk to each other: the ones that run again with delays and under TSan.
-RANK_TESTS ?= $(filter-out test_io test_ops test_data test_pp_schedule test_sac,$(TESTS))
-# Under sanitizers programs are 3 to 15 times slower. Those of these lists reach every part in minutes;
-# make asan ASAN_TESTS="..." or make tsan TSAN_TESTS="..." runs others.
-ASAN_TESTS ?= $(filter-out test_3d test_sac test_failure,$(TESTS))
-TSAN_TESTS ?= $(filter test_comm test_split test_tp test_data,$(TESTS))
+RANK_TESTS ?= $(filter test_comm test_tp test_llama test_options test_3d,$(TESTS))
+# The same for the sanitizers, under which programs are 3 to 15 times slower: these reach every part
+# in minutes. make async RANK_TESTS="...", make asan ASAN_TESTS="...", make tsan TSAN_TESTS="..." run others.
+ASAN_TESTS ?= $(filter test_comm test_io test_data test_ops test_tape test_llama test_options test_tp \
+    test_pp_schedule,$(TESTS))
+TSAN_TESTS ?= $(filter test_comm test_tp test_data,$(TESTS))
 
 RUN_TESTS = sh tools/run_tests.sh -t $(TEST_TIMEOUT)
 
@@ -160,7 +161,7 @@ examples: | compiler ## build and run the ladder of examples, each against the o
 .PHONY: test_programs asan_programs tsan_programs
 test_programs: $(addprefix build/,$(TESTS)) $(addprefix build/plain/,$(PLAIN_TESTS)) \
     build/train_llama
-asan_programs: $(addprefix build/asan/,$(ASAN_TESTS)) build/asan/train_llama
+asan_programs: $(addprefix build/asan/,$(ASAN_TESTS))
 tsan_programs: $(addprefix build/tsan/,$(TSAN_TESTS))
 
 .PHONY: async
@@ -175,7 +176,7 @@ asan: ## tests and trainer under AddressSanitizer and UBSan
 	@sh tools/deps.sh "$(CC)"
 	@$(SUBMAKE) -k $(PARALLEL) asan_programs || true
 	@sh tools/sanitize.sh asan "$(CC)" $(RUN_TESTS) -l build/logs/asan \
-	    $(addprefix build/asan/,$(ASAN_TESTS)) $(TEST_SCRIPTS)
+	    $(addprefix build/asan/,$(ASAN_TESTS))
 
 .PHONY: tsan
 tsan: ## multi-rank tests under ThreadSanitizer, streams as threads
