@@ -144,6 +144,7 @@ typedef struct ft_config {
 } ft_config;
 
 FT_API ft_config ft_config_default(void);
+/* One rank on the CPU, only_rank -1, all else 0. */
 
 typedef ft_status (*ft_rank_fn)(ft_ctx *ctx, void *user);
 
@@ -158,6 +159,7 @@ FT_API ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user);
 FT_API int ft_rank(const ft_ctx *ctx);
 FT_API int ft_world(const ft_ctx *ctx);
 FT_API ft_device ft_ctx_device(const ft_ctx *ctx);
+/* This rank, how many there are, and what they run on. */
 
 FT_API void *ft_host_alloc(ft_ctx *ctx, size_t bytes);
 /* Zeroed host memory owned by the context; NULL with an error set when there is none. */
@@ -181,6 +183,7 @@ typedef struct ft_event { /* a point in a stream's order; a plain value, nothing
 } ft_event;
 
 FT_API ft_stream *ft_stream_get(ft_ctx *ctx, ft_stream_kind kind);
+/* The rank's stream of that kind; NULL with an error set for a kind that does not exist. */
 FT_API ft_event ft_event_record(ft_stream *stream);
 /* The point after all work queued so far. */
 FT_API ft_status ft_stream_wait(ft_stream *stream, ft_event event);
@@ -203,6 +206,7 @@ typedef enum ft_tag {
 } ft_tag;
 
 FT_API const char *ft_tag_name(ft_tag tag);
+/* "param", "grad", ...; "?" for any other value. */
 
 #define FT_ALIGN_BYTES 256 /* every allocation counts, and is placed, in multiples of this */
 
@@ -219,6 +223,7 @@ typedef struct ft_mem_stats {
 } ft_mem_stats;
 
 FT_API void ft_mem_get(const ft_ctx *ctx, ft_mem_stats *stats);
+/* The books as they stand, in the order of the program: no synchronisation. */
 FT_API void ft_mem_reset_peak(ft_ctx *ctx);
 /* The peak becomes what is live now. */
 
@@ -241,9 +246,11 @@ typedef enum ft_dtype { FT_F32 = 0, FT_BF16, FT_I32, FT_DTYPE_COUNT } ft_dtype;
 
 FT_API size_t ft_dtype_bytes(ft_dtype dtype);
 FT_API const char *ft_dtype_name(ft_dtype dtype);
+/* Bytes of an element; "fp32", "bf16", "int32". */
 FT_API uint16_t ft_bf16_from_f32(float value);
 /* Round to nearest, ties to even; NaN stays NaN. */
 FT_API float ft_f32_from_bf16(uint16_t bits);
+/* Exact. */
 
 #define FT_MAX_DIMS 6
 
@@ -288,6 +295,7 @@ struct ft_tensor {
 
 FT_API int64_t ft_numel(const ft_tensor *tensor);
 FT_API size_t ft_bytes(const ft_tensor *tensor);
+/* Elements, and the bytes they take; whether it has storage or not. */
 
 FT_API ft_status ft_tensor_create(ft_ctx *ctx, ft_tensor **out, ft_dtype dtype, int ndim,
                                   const int64_t *shape, ft_tag tag);
@@ -321,6 +329,7 @@ FT_API ft_status ft_upload(ft_tensor *tensor, const void *host);
 FT_API ft_status ft_download(const ft_tensor *tensor, void *host);
 /* Synchronises the compute stream, then copies to host memory. Zeros on meta. */
 FT_API ft_status ft_fill(ft_tensor *tensor, double value, ft_stream *stream);
+/* Every element = value, rounded to the dtype. */
 FT_API ft_status ft_copy(ft_tensor *to, const ft_tensor *from, ft_stream *stream);
 /* Same number of elements; converts between fp32 and bf16. */
 FT_API ft_status ft_accumulate(ft_tensor *to, const ft_tensor *from, ft_stream *stream);
@@ -341,15 +350,20 @@ typedef enum ft_collective {
 } ft_collective;
 
 FT_API const char *ft_collective_name(ft_collective kind);
+/* "all-gather", ...; "?" for any other value. */
 
 FT_API ft_status ft_group_create(ft_ctx *ctx, const char *name, int n, const int *ranks,
                                  ft_group **out);
 /* A communicator of `n` ranks (of the world, ascending, this rank among them). Every member calls
    it with the same name and ranks. Two groups over the same ranks are independent: give traffic on
    different streams groups of its own. Owned by the context. */
+FT_API ft_status ft_group_strided(ft_ctx *ctx, const char *name, int first, int stride, int n,
+                                  ft_group **out);
+/* The same for ranks first, first + stride, ...: 0, 1, ft_world(ctx) is the whole world. */
 FT_API int ft_group_size(const ft_group *group);
 FT_API int ft_group_rank(const ft_group *group);
 FT_API const char *ft_group_name(const ft_group *group);
+/* R, this rank's place in 0..R-1, and the name it was made with. */
 
 typedef enum ft_axis { FT_AXIS_DP = 0, FT_AXIS_TP, FT_AXIS_PP, FT_AXIS_COUNT } ft_axis;
 
@@ -384,6 +398,7 @@ FT_API ft_status ft_all_reduce(ft_group *group, ft_stream *stream, ft_tensor *te
 FT_API ft_status ft_broadcast(ft_group *group, ft_stream *stream, ft_tensor *tensor, int root);
 /* In place. Sent: N by the root (group rank), 0 by others. */
 FT_API ft_status ft_barrier(ft_group *group, ft_stream *stream);
+/* Later work of `stream` starts when all members have come here. Sent: nothing. */
 
 typedef struct ft_p2p {
     int peer;            /* rank in the group */
@@ -447,8 +462,8 @@ typedef struct ft_op_call {
 
 enum { /* ft_op.flags */
     FT_OP_INPLACE = 1,         /* output 0 takes over the storage of input 0, which is then gone */
-    FT_OP_DEFERRED = 2,        /* on a tape forward waits until the output is read, or until backward,
-                                  which then computes both in one pass */
+    FT_OP_DEFERRED = 2,        /* on a tape forward waits until the output is read, or until
+                                  backward, which then computes both in one pass */
     FT_OP_GRAD_OVER_IN = 4,    /* din[0] may be written over in[0] */
     FT_OP_GRAD_OVER_DOUT = 8,  /* din[0] may be written over dout[0] */
     FT_OP_GRAD_SAME_01 = 16,   /* the gradient of input 1 equals that of input 0: one buffer */
@@ -573,6 +588,7 @@ FT_API ft_status ft_add_inplace(ft_ctx *ctx, ft_tensor **y, ft_tensor *a, ft_ten
 FT_API ft_status ft_mul(ft_ctx *ctx, ft_tensor **y, ft_tensor *a, ft_tensor *b);
 /* y = a * b, shapes as ft_add. Saved: both. */
 FT_API ft_status ft_scale(ft_ctx *ctx, ft_tensor **y, ft_tensor *x, double factor);
+/* y = factor x. Saved: nothing. */
 FT_API ft_status ft_gelu(ft_ctx *ctx, ft_tensor **y, ft_tensor *x);
 /* x Phi(x), exact (Hendrycks and Gimpel 2016). Saved: x. */
 FT_API ft_status ft_silu(ft_ctx *ctx, ft_tensor **y, ft_tensor *x);
@@ -588,10 +604,13 @@ FT_API ft_status ft_mean(ft_ctx *ctx, ft_tensor **y, ft_tensor *x);
 /* -------------------------------------------------------------------------------------- >>tape */
 
 FT_API ft_status ft_tape_create(ft_ctx *ctx, ft_tape **out);
+/* An empty tape, owned by the context. */
 FT_API void ft_tape_free(ft_tape *tape);
+/* ft_tape_reset, and the tape itself goes, before its context does. NULL is allowed. */
 FT_API ft_status ft_tape_begin(ft_tape *tape);
 /* Ops of this context record here from now on. One tape records at a time; several may be alive. */
 FT_API ft_status ft_tape_end(ft_tape *tape);
+/* Stops recording. FT_ERR_STATE if another tape records, or a segment is open. */
 FT_API ft_status ft_backward(ft_tape *tape, ft_tensor *root, ft_tensor *droot);
 /* Gradients of root ([1] if droot is NULL, which then means 1; otherwise droot has root's shape)
    with respect to all that requires one. Walks the nodes once, last to first: rebuilds what was
@@ -621,6 +640,7 @@ FT_API ft_status ft_tape_mark(ft_ctx *ctx, ft_mark_fn fn, void *user);
 /* Backward calls fn(ctx, user, phase) when it passes this point, coming from later ops: once, or
    once for each half. No-op without a current tape. */
 FT_API ft_tape *ft_tape_current(const ft_ctx *ctx);
+/* The tape that records, NULL if none does. */
 
 /* Recomputation (SAC). Within a segment the policy says for each tensor that is produced: keep, or
    drop and rebuild on demand by replaying its op, bitwise as the forward did.
@@ -671,6 +691,7 @@ typedef struct ft_flops {
 } ft_flops;
 
 FT_API void ft_flops_get(const ft_ctx *ctx, ft_flops *flops);
+/* By the ops' cost functions. A deferred forward inside backward counts as backward alone. */
 
 #endif /* FEMTOTRON_H */
 
@@ -1699,6 +1720,20 @@ ft_status ft_group_create(ft_ctx *ctx, const char *name, int n, const int *ranks
     return FT_OK;
 }
 
+ft_status ft_group_strided(ft_ctx *ctx, const char *name, int first, int stride, int n,
+                           ft_group **out)
+{
+    if (!ctx || n < 1 || n > FT__MAX_WORLD || first < 0 || stride < 1 || stride > FT__MAX_WORLD)
+        return ft_error(FT_ERR_ARG, "ft_group_strided: %d ranks from %d on, %d apart, or no ctx", n,
+                        first, stride);
+    int *ranks = (int *)FT_MALLOC((size_t)n * sizeof *ranks);
+    if (!ranks) return ft_error(FT_ERR_OOM, "ft_group_strided: no host memory for %d ranks", n);
+    for (int i = 0; i < n; i++) ranks[i] = first + i * stride;
+    ft_status status = ft_group_create(ctx, name, n, ranks, out);
+    FT_FREE(ranks);
+    return status;
+}
+
 ft_status ft_mesh_create(ft_ctx *ctx, int dp, int tp, int pp, ft_mesh *mesh)
 {
     if (!ctx || !mesh) return ft_error(FT_ERR_ARG, "ft_mesh_create: ctx or mesh is NULL");
@@ -1735,12 +1770,7 @@ ft_status ft_mesh_group(ft_ctx *ctx, const ft_mesh *mesh, ft_axis axis, const ch
     int n = own.size[axis], stride = 1;
     if (axis == FT_AXIS_DP) stride = own.size[FT_AXIS_TP];
     if (axis == FT_AXIS_PP) stride = own.size[FT_AXIS_TP] * own.size[FT_AXIS_DP];
-    int *ranks = (int *)FT_MALLOC((size_t)n * sizeof *ranks);
-    if (!ranks) return ft_error(FT_ERR_OOM, "ft_mesh_group: no host memory for %d ranks", n);
-    for (int i = 0; i < n; i++) ranks[i] = ctx->rank + (i - own.coord[axis]) * stride;
-    ft_status status = ft_group_create(ctx, name, n, ranks, out);
-    FT_FREE(ranks);
-    return status;
+    return ft_group_strided(ctx, name, ctx->rank - own.coord[axis] * stride, stride, n, out);
 }
 
 int ft_traffic_get(const ft_ctx *ctx, int max, ft_traffic *out)
@@ -5753,7 +5783,8 @@ static void ft__memory_end(ft_ctx *ctx)
     if (ctx->probe) ft__probe_finish(ctx);
     ctx->probe = NULL;
     while (ctx->tapes) ft_tape_free(ctx->tapes);
-    for (ft_tensor *t = ctx->tensors; t; t = t->next) t->grad = NULL; /* each is in the list itself */
+    /* Gradients are in the list themselves. */
+    for (ft_tensor *t = ctx->tensors; t; t = t->next) t->grad = NULL;
     while (ctx->tensors) ft__tensor_destroy(ctx->tensors);
     while (ctx->storages) {
         ctx->storages->refs = 1;
@@ -6008,7 +6039,7 @@ static ft_status ft__grow(void **array, int *cap, int n, size_t item)
     return FT_OK;
 }
 
-static void ft__node_unpin(ft_tape *tape, ft__node *node);
+static void ft__node_unpin(ft__node *node);
 
 /* [T1], and on to [T4] for the node that made it. */
 static void ft__settle(ft_tensor *t)
@@ -6021,7 +6052,7 @@ static void ft__settle(ft_tensor *t)
     }
     if (t->held) return;
     if (t->need == 0 || !t->keep) ft__tensor_drop_storage(t);
-    if (t->need == 0) ft__node_unpin(t->tape, &t->tape->nodes[t->producer]);
+    if (t->need == 0) ft__node_unpin(&t->tape->nodes[t->producer]);
 }
 
 static void ft__need(ft_tensor *t, int change)
@@ -6043,10 +6074,9 @@ static void ft__node_need(ft__node *node, unsigned mask, int change)
 }
 
 /* [T4] Ends the node's pins if none of its outputs can need a replay. */
-static void ft__node_unpin(ft_tape *tape, ft__node *node)
+static void ft__node_unpin(ft__node *node)
 {
     unsigned pins = node->pinned;
-    (void)tape;
     if (!pins) return;
     for (int i = 0; i < node->row->n_out; i++) {
         ft_tensor *o = node->out[i];
@@ -6418,7 +6448,7 @@ FT_API ft_status ft_segment_end(ft_ctx *ctx, int n, ft_tensor *const *results)
         results[i]->in_segment = 0;
         results[i]->keep = 1; /* the next segment's replays start from it */
         if (results[i]->tape)
-            ft__node_unpin(results[i]->tape, &results[i]->tape->nodes[results[i]->producer]);
+            ft__node_unpin(&results[i]->tape->nodes[results[i]->producer]);
     }
     for (ft_tensor *t = ctx->tensors, *next; t; t = next) {
         next = t->next;
@@ -6517,7 +6547,7 @@ static ft_status ft__replay(ft_tape *tape, ft__node *node)
         if (node->out[i]) node->out[i]->keep = 1;
     for (int i = 0; i < row->n_out; i++)
         if (node->out[i]) ft__settle(node->out[i]);
-    ft__node_unpin(tape, node);
+    ft__node_unpin(node);
     return FT_OK;
 }
 
@@ -7118,20 +7148,20 @@ static ft_status ft__droppable(ft_sac_budget *budget, ft__probe *probe, int rank
     for (int s = 0; s < budget->segments; s++) budget->sac[s].kind = FT_SAC_MASK;
     uint64_t all = reference->outputs >= 64 ? ~(uint64_t)0 :
                    ((uint64_t)1 << reference->outputs) - 1;
+    const ft__probe_segment *s = &probe->rank[rank].segment[segment];
+    budget->sac[segment].mask = all;
+    FT_TRY(ft__probe_run(budget, probe, rank));
+    ft__choice dropped = ft__choice_measured(s, all);
     for (int b = 0; b < reference->outputs && b < 64; b++) {
         uint64_t bit = (uint64_t)1 << b;
-        const ft__probe_segment *s = &probe->rank[rank].segment[segment];
         budget->sac[segment].mask = bit;
         FT_TRY(ft__probe_run(budget, probe, rank));
         int alone = s->kept_bytes != reference->kept_bytes ||
                     s->replay_flops > reference->replay_flops;
         budget->sac[segment].mask = all & ~bit; /* it may matter only where others are dropped */
         FT_TRY(ft__probe_run(budget, probe, rank));
-        ft__choice without = ft__choice_measured(s, 0);
-        budget->sac[segment].mask = all;
-        FT_TRY(ft__probe_run(budget, probe, rank));
-        if (alone || s->kept_bytes != without.kept || s->replay_flops < without.flops ||
-            s->replay_flops > without.flops)
+        if (alone || s->kept_bytes != dropped.kept || s->replay_flops < dropped.flops ||
+            s->replay_flops > dropped.flops)
             *bits |= bit;
     }
     budget->sac[segment].mask = 0;

@@ -117,7 +117,7 @@
 #define FEMTOTRON_LLAMA_H
 
 #ifndef FEMTOTRON_ZERO_H
-#error "femtotron_llama.h builds on femtotron.h, femtotron_zero.h, femtotron_tp.h: include those first"
+#error "femtotron_llama.h builds on femtotron.h and femtotron_zero.h: include those first"
 #endif
 #ifndef FEMTOTRON_TP_H
 #error "femtotron_llama.h builds on femtotron_tp.h: include it after femtotron.h"
@@ -235,8 +235,9 @@ FT_API ft_status ft_llama_export_grad(ft_llama *model, const ft_llama_param *par
    call. */
 FT_API ft_status ft_llama_hash(ft_llama *model, uint64_t *hash);
 /* FNV-1a, 64 bit, over the little-endian bytes of the fp32 master weights in canonical order, so
-   independent of the layout. Streamed, 256 KiB (cut over tp or pp: the largest tensor and two slices of it) of host memory. A collective call. On meta, where no
-   weight has a value, that of zeros. */
+   independent of the layout. Streamed, 256 KiB (cut over tp or pp: the largest tensor and two
+   slices of it) of host memory. A collective call. On meta, where no weight has a value, that of
+   zeros. */
 
 #endif /* FEMTOTRON_LLAMA_H */
 
@@ -704,16 +705,9 @@ static uint64_t ft__llama_config_hash(const ft_llama_config *c, int64_t max_toke
 /* Replicas that start from different seeds would train on as if nothing were wrong. */
 static ft_status ft__llama_agree(ft_ctx *ctx, ft_llama *m)
 {
-    int world = ft_world(ctx);
-    ft_group *group;
-    int *ranks = (int *)ft_host_alloc(ctx, (size_t)world * sizeof *ranks);
-    if (!ranks) return FT_ERR_OOM;
-    for (int i = 0; i < world; i++) ranks[i] = i;
-    FT_TRY(ft_group_create(ctx, "llama", world, ranks, &m->world));
-    ft_host_free(ctx, ranks);
-    group = m->world;
-    FT_TRY(ft_agree(group, "seed of ft_llama_create", m->seed));
-    return ft_agree(group, "config of ft_llama_create (a hash of all its fields and max_tokens)",
+    FT_TRY(ft_group_strided(ctx, "llama", 0, 1, ft_world(ctx), &m->world));
+    FT_TRY(ft_agree(m->world, "seed of ft_llama_create", m->seed));
+    return ft_agree(m->world, "config of ft_llama_create (a hash of all its fields and max_tokens)",
                     ft__llama_config_hash(&m->config, m->max_tokens));
 }
 
@@ -773,12 +767,10 @@ static ft_status ft__llama_place(ft_llama *m, const ft_llama_layout *layout)
 /* The first and the last stage share a tied embedding, rank by rank. */
 static ft_status ft__llama_tied_group(ft_llama *m)
 {
-    int ranks[2], rest = m->mesh.coord[FT_AXIS_DP] * m->tp_size + m->tp_rank;
+    int rest = m->mesh.coord[FT_AXIS_DP] * m->tp_size + m->tp_rank;
     int stage_ranks = m->mesh.size[FT_AXIS_DP] * m->tp_size;
     if (!m->config.tie_embeddings || m->P == 1 || (!m->has_embedding && !m->has_head)) return FT_OK;
-    ranks[0] = rest;
-    ranks[1] = (m->P - 1) * stage_ranks + rest;
-    return ft_group_create(m->ctx, "tied embedding", 2, ranks, &m->tied);
+    return ft_group_strided(m->ctx, "tied embedding", rest, (m->P - 1) * stage_ranks, 2, &m->tied);
 }
 
 FT_API ft_status ft_llama_create_part(ft_ctx *ctx, ft_zero *zero, const ft_llama_config *config,

@@ -1333,11 +1333,11 @@ static size_t ft__pp_sim_carve(ft__pp_sim *s, char *block)
             if ((size_t)list->actions[i].n > most) most = (size_t)list->actions[i].n;
         }
     }
-    for (int k = 0; k < 4; k++, used += slots * sizeof(double)) {
+    for (int k = 0; k < 2; k++, used += 2 * slots * sizeof(double)) {
         double *at = block ? (double *)(void *)(block + used) : NULL;
-        if (k < 2) s->made[k] = at;
-        else s->here[k - 2] = at;
-        for (size_t i = 0; at && i < slots; i++) at[i] = -1;
+        s->made[k] = at;
+        s->here[k] = at ? at + slots : NULL;
+        for (size_t i = 0; at && i < 2 * slots; i++) at[i] = -1;
     }
     if (block) s->runners = (ft__pp_runner *)(void *)(block + used);
     used += (size_t)s->P * sizeof(ft__pp_runner);
@@ -1848,9 +1848,8 @@ static ft_status ft__pp_pass_on(ft_pp *pp, const ft_pp_program *p, ft__pp_slot *
     return FT_OK;
 }
 
-static ft_status ft__pp_loss(ft_pp *pp, const ft_pp_program *p, int micro_batch, ft__pp_slot *s)
+static ft_status ft__pp_loss(const ft_pp_program *p, int micro_batch, ft__pp_slot *s)
 {
-    (void)pp;
     if (p->loss) FT_TRY(p->loss(p->user, micro_batch, s->out));
     ft_tensor_free(s->out);
     s->out = NULL;
@@ -1875,7 +1874,7 @@ static ft_status ft__pp_forward(ft_pp *pp, const ft_pp_program *p, const ft_pp_a
     }
     ft_tensor_free(s->x);
     s->x = NULL;
-    return a->to == FT_PP_NOBODY ? ft__pp_loss(pp, p, a->micro_batch, s) : FT_OK;
+    return a->to == FT_PP_NOBODY ? ft__pp_loss(p, a->micro_batch, s) : FT_OK;
 }
 
 /* The gradient of the input is there: it waits for its exchange, or is the next chunk's here. */
@@ -1897,7 +1896,7 @@ static ft_status ft__pp_backward(ft_pp *pp, const ft_pp_program *p, const ft_pp_
     s->dout = NULL;
     if (a->act == FT_PP_BI) FT_TRY(ft_backward_inputs(s->tape, s->root, dout));
     else FT_TRY(ft_backward(s->tape, s->root, dout));
-    if (a->from == FT_PP_NOBODY) FT_TRY(ft__pp_loss(pp, p, a->micro_batch, s));
+    if (a->from == FT_PP_NOBODY) FT_TRY(ft__pp_loss(p, a->micro_batch, s));
     FT_TRY(ft__pp_input_gradient(pp, a, s));
     return a->act == FT_PP_BI ? FT_OK : ft__pp_tape_give(pp, s);
 }

@@ -188,6 +188,7 @@ typedef struct ft_zero_config {
 } ft_zero_config;
 
 FT_API ft_zero_config ft_zero_config_default(void);
+/* Stage 0, fp32, prefetch 1, AdamW, neither decay nor clipping. */
 
 /* The learning rate of a step. Every schedule warms up linearly over `warmup` steps: step s of them
    has peak (s + 1) / warmup. Then, at x = (s - warmup) / (total - warmup) of the way:
@@ -206,6 +207,8 @@ typedef struct ft_lr {
 } ft_lr;
 
 FT_API ft_status ft_lr_check(const ft_lr *lr);
+/* FT_ERR_ARG for a floor above the peak, negative or not finite rates, more warm-up and decay than
+   steps. */
 FT_API double ft_lr_at(const ft_lr *lr, int64_t step);
 /* A pure function; `step` from 0. */
 
@@ -262,6 +265,8 @@ FT_API ft_status ft_zero_gather(ft_zero *zero, int unit);
 FT_API ft_status ft_zero_get(ft_zero *zero, ft_tensor *param);
 /* FT_ERR_STATE unless param's unit is gathered. */
 FT_API ft_status ft_zero_release(ft_zero *zero, int unit);
+/* Gives one gather back; the last one frees the buffer after the compute queued now (but see
+   keep_gathered). FT_ERR_STATE if the unit is not gathered. */
 
 /* Gradients. */
 FT_API ft_status ft_zero_get_full(ft_zero *zero, int unit);
@@ -714,25 +719,9 @@ static ft_dtype ft__zero_resolve(ft_zero_dtype wanted, ft_dtype dtype)
 static ft_status ft__zero_subgroup(ft_zero *z, const ft_mesh *mesh, const char *name, int first,
                                    int stride, int n, ft_group **out)
 {
-    int *ranks = (int *)ft_host_alloc(z->ctx, (size_t)n * sizeof *ranks);
-    if (!ranks) return FT_ERR_OOM;
-    for (int i = 0; i < n; i++)
-        ranks[i] = (mesh->coord[FT_AXIS_PP] * mesh->size[FT_AXIS_DP] + first + i * stride) *
-                   mesh->size[FT_AXIS_TP] + mesh->coord[FT_AXIS_TP];
-    ft_status status = ft_group_create(z->ctx, name, n, ranks, out);
-    ft_host_free(z->ctx, ranks);
-    return status;
-}
-
-static ft_status ft__zero_world(ft_zero *z, ft_group **out)
-{
-    int n = ft_world(z->ctx);
-    int *ranks = (int *)ft_host_alloc(z->ctx, (size_t)n * sizeof *ranks);
-    if (!ranks) return FT_ERR_OOM;
-    for (int r = 0; r < n; r++) ranks[r] = r;
-    ft_status status = ft_group_create(z->ctx, "zero scalars", n, ranks, out);
-    ft_host_free(z->ctx, ranks);
-    return status;
+    int tp = mesh->size[FT_AXIS_TP];
+    int rank = (mesh->coord[FT_AXIS_PP] * mesh->size[FT_AXIS_DP] + first) * tp;
+    return ft_group_strided(z->ctx, name, rank + mesh->coord[FT_AXIS_TP], stride * tp, n, out);
 }
 
 /* [H1] Shards over `D` neighbours, replicas across: rank d of dp has shard d % D of copy d / D. */
@@ -755,7 +744,7 @@ static ft_status ft__zero_groups(ft_zero *z, const ft_mesh *mesh)
         FT_TRY(ft_mesh_group(z->ctx, mesh, FT_AXIS_TP, "zero tp", &z->tp));
     z->tp_rank = mesh->coord[FT_AXIS_TP];
     z->counts_tokens = z->tp_rank == 0 && mesh->coord[FT_AXIS_PP] == 0;
-    return ft__zero_world(z, &z->scalars);
+    return ft_group_strided(z->ctx, "zero scalars", 0, 1, ft_world(z->ctx), &z->scalars);
 }
 
 static void ft__zero_update_rows(ft_zero *z)
@@ -1955,7 +1944,8 @@ FT_API ft_status ft_zero_formula_get(const ft_zero *zero, int micro_batches, int
     out->grad_max = ft__formula_grad(zero, micro_batches, tied);
     out->reduce_sent = stage == 0 ? 2 * reduced : stage == 1 ? reduced : M * reduced;
     if (stage == 1 || stage == 2) out->gather_sent = trained;
-    if (stage == 3 && zero->config.keep_gathered) out->gather_sent = weights;
+    if (stage == 3 && (zero->config.keep_gathered || last == 0)) /* one unit: kept from the start */
+        out->gather_sent = (zero->config.keep_gathered ? 1 : M) * weights;
     else if (stage == 3)
         out->gather_sent = M * (2 * weights - ft__unit_wire(zero, last) -
                                 (tied ? 0 : ft__unit_wire(zero, 0)));

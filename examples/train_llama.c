@@ -767,17 +767,6 @@ static void print_sample(const job *work) {
 
 /* ---------------------------------------------------------------------------------------- ranks */
 
-static ft_status world_group(trainer *t) {
-    int n = ft_world(t->ctx), r;
-    ft_status status;
-    int *ranks = (int *)ft_host_alloc(t->ctx, (size_t)n * sizeof *ranks);
-    if (!ranks) return FT_ERR_OOM;
-    for (r = 0; r < n; r++) ranks[r] = r;
-    status = ft_group_create(t->ctx, "eval", n, ranks, &t->world);
-    ft_host_free(t->ctx, ranks);
-    return status;
-}
-
 static ft_status rank_main(ft_ctx *ctx, void *user) {
     job *work = (job *)user;
     uint64_t hash;
@@ -786,7 +775,7 @@ static ft_status rank_main(ft_ctx *ctx, void *user) {
     t.ctx = ctx;
     t.work = work;
     FT_TRY(trainer_create(&t));
-    if (work->eval) FT_TRY(world_group(&t));
+    if (work->eval) FT_TRY(ft_group_strided(ctx, "eval", 0, 1, ft_world(ctx), &t.world));
     FT_TRY(train(&t));
     keep_result(&t);
     if (!work->sampler) return FT_OK;
