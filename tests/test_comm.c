@@ -788,6 +788,11 @@ static ft_status group_errors_rank(ft_ctx *ctx, void *user) {
     CHECK(ft_group_create(ctx, "g", 4, pair, &g) == FT_ERR_ARG);
     CHECK(ft_group_create(ctx, "", 3, pair, &g) == FT_ERR_ARG);
     CHECK(ft_group_create(ctx, NULL, 3, pair, &g) == FT_ERR_ARG);
+    CHECK(ft_group_strided(ctx, "g", 0, 1, 0, &g) == FT_ERR_ARG);
+    CHECK(ft_group_strided(ctx, "g", 0, 0, 2, &g) == FT_ERR_ARG);
+    CHECK(ft_group_strided(ctx, "g", -1, 1, 2, &g) == FT_ERR_ARG);
+    CHECK(ft_group_strided(ctx, "g", 0, 9, 2, &g) == FT_ERR_ARG);
+    CHECK(strstr(ft_last_error(), "rank 9"));
     return FT_OK;
 }
 
@@ -801,7 +806,8 @@ static ft_status subset_rank(ft_ctx *ctx, void *user) {
     ft_stream *s[2];
     double a[5];
     for (int k = 0; k < 2; k++) {
-        FT_TRY(ft_group_create(ctx, "half", 2, ranks, &g[k]));
+        if (k) FT_TRY(ft_group_strided(ctx, "half", ft_rank(ctx) % 2, 2, 2, &g[k]));
+        else FT_TRY(ft_group_create(ctx, "half", 2, ranks, &g[k]));
         FT_TRY(vector(ctx, &t[k], FT_F32, 5));
         s[k] = ft_stream_get(ctx, k ? FT_STREAM_GATHER : FT_STREAM_REDUCE);
     }

@@ -22,18 +22,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Memory that ends after a number of allocations; -1: never. */
-static int allocations_left = -1;
-
-static void *limited_malloc(size_t n)
-{
-    if (allocations_left == 0) return NULL;
-    if (allocations_left > 0) allocations_left--;
-    return malloc(n);
-}
-
-#define FT_MALLOC(n) limited_malloc(n)
-#define FT_FREE(p) free(p)
+#include "temp_files.h"
 #define FEMTOTRON_IMPLEMENTATION
 #include "femtotron.h"
 #include "femtotron_zero.h"
@@ -44,58 +33,6 @@ static void *limited_malloc(size_t n)
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
 /* ------------------------------------------------------------------------------------- helpers */
-
-static char directory[256];
-
-static int make_directory(void **state)
-{
-    (void)state;
-    const char *base = getenv("TMPDIR");
-    snprintf(directory, sizeof directory, "%s/test_data.XXXXXX", base != NULL ? base : "/tmp");
-    return mkdtemp(directory) == NULL;
-}
-
-static int clean_directory(void **state)
-{
-    (void)state;
-    DIR *dir = opendir(directory);
-    if (dir == NULL) return -1;
-    for (struct dirent *entry; (entry = readdir(dir)) != NULL;) {
-        char path[600];
-        if (entry->d_name[0] == '.') continue;
-        snprintf(path, sizeof path, "%s/%s", directory, entry->d_name);
-        unlink(path);
-    }
-    closedir(dir);
-    return 0;
-}
-
-static int remove_directory(void **state)
-{
-    clean_directory(state);
-    return rmdir(directory);
-}
-
-/* The path of a file in the test's directory; eight may be in use at a time. */
-static const char *in_directory(const char *name)
-{
-    static char paths[8][320];
-    static int next;
-    char *path = paths[next++ % 8];
-    snprintf(path, sizeof paths[0], "%s/%s", directory, name);
-    return path;
-}
-
-static const char *write_file(const char *name, const void *bytes, size_t n)
-{
-    const char *path = in_directory(name);
-    unlink(path); /* some file systems sync a file that is emptied and written again */
-    FILE *file = fopen(path, "wb");
-    assert_non_null(file);
-    assert_int_equal(fwrite(bytes, 1, n, file), n);
-    assert_int_equal(fclose(file), 0);
-    return path;
-}
 
 static void put_le(unsigned char *at, int64_t value, int bytes)
 {
@@ -533,7 +470,7 @@ static int write_sparse(const char *path, int64_t bytes, const void *head, size_
         assert_int_equal(write(fd, last, n_last), n_last);
     } else {
         print_message("no sparse file of %lld bytes in %s: large files are not tested\n",
-                      (long long)bytes, directory);
+                      (long long)bytes, temp_directory);
     }
     close(fd);
     return sparse;

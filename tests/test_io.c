@@ -25,83 +25,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* Memory that ends after a number of allocations; -1: never. */
-static int allocations_left = -1;
-
-static void *limited_malloc(size_t n)
-{
-    if (allocations_left == 0) return NULL;
-    if (allocations_left > 0) allocations_left--;
-    return malloc(n);
-}
-
-#define FT_MALLOC(n) limited_malloc(n)
-#define FT_FREE(p) free(p)
+#include "temp_files.h"
 #define FEMTOTRON_IMPLEMENTATION
 #include "femtotron.h"
 #include "femtotron_io.h"
 
 /* ------------------------------------------------------------------------------------- helpers */
-
-static char directory[256];
-
-static int make_directory(void **state)
-{
-    (void)state;
-    const char *base = getenv("TMPDIR");
-    snprintf(directory, sizeof directory, "%s/test_io.XXXXXX", base != NULL ? base : "/tmp");
-    return mkdtemp(directory) == NULL;
-}
-
-static int count_files(int remove_them)
-{
-    int n = 0;
-    DIR *dir = opendir(directory);
-    if (dir == NULL) return -1;
-    for (struct dirent *entry; (entry = readdir(dir)) != NULL;) {
-        char path[600];
-        if (entry->d_name[0] == '.') continue;
-        snprintf(path, sizeof path, "%s/%s", directory, entry->d_name);
-        n++;
-        if (remove_them && unlink(path) != 0) rmdir(path);
-    }
-    closedir(dir);
-    return n;
-}
-
-static int clean_directory(void **state)
-{
-    (void)state;
-    return count_files(1) < 0;
-}
-
-static int remove_directory(void **state)
-{
-    (void)state;
-    count_files(1);
-    return rmdir(directory);
-}
-
-/* The path of a file in the test's directory; eight may be in use at a time. */
-static const char *in_directory(const char *name)
-{
-    static char paths[8][320];
-    static int next;
-    char *path = paths[next++ % 8];
-    snprintf(path, sizeof paths[0], "%s/%s", directory, name);
-    return path;
-}
-
-static const char *write_file(const char *name, const void *bytes, size_t n)
-{
-    const char *path = in_directory(name);
-    unlink(path); /* some file systems sync a file that is emptied and written again */
-    FILE *file = fopen(path, "wb");
-    assert_non_null(file);
-    assert_int_equal(fwrite(bytes, 1, n, file), n);
-    assert_int_equal(fclose(file), 0);
-    return path;
-}
 
 /* The whole file, with a zero after it; to be freed. */
 static char *read_file(const char *path, size_t *n)
@@ -639,7 +568,7 @@ static void refuses_malformed_files(void **state)
     assert_error(ft_io_safetensors_open(path, &file), FT_ERR_DATA, path, "found byte 0x00");
     path = write_file("nul2.safetensors", "\6\0\0\0\0\0\0\0{\"\0\":1", 14);
     assert_error(ft_io_safetensors_open(path, &file), FT_ERR_DATA, path, "control character 0x00");
-    assert_error(ft_io_safetensors_open(directory, &file), FT_ERR_IO, directory, "is a directory");
+    assert_error(ft_io_safetensors_open(temp_directory, &file), FT_ERR_IO, temp_directory, "is a directory");
     path = in_directory("missing.safetensors");
     assert_error(ft_io_safetensors_open(path, &file), FT_ERR_IO, path, "No such file");
     assert_error(ft_io_safetensors_open("/dev/null", &file), FT_ERR_IO, "/dev/null",
@@ -885,7 +814,7 @@ static void reports_places_that_cannot_be_written(void **state)
     write_file("plain", "p", 1);
     path = in_directory("plain/x.safetensors");
     assert_error(write_to(path), FT_ERR_IO, path, "Not a directory");
-    assert_error(write_to(directory), FT_ERR_IO, directory, "is a directory");
+    assert_error(write_to(temp_directory), FT_ERR_IO, temp_directory, "is a directory");
     /* No process may create files there, root included. */
     assert_error(write_to("/proc/x.safetensors"), FT_ERR_IO, "/proc/x.safetensors", "temporary");
     path = in_directory("closed");
@@ -1296,8 +1225,8 @@ static void refuses_data_that_is_not_there(void **state)
     paths[1] = empty;
     assert_error(ft_io_data_open(paths, 2, FT_IO_TOKEN_BYTE, &data), FT_ERR_DATA, empty,
                  "is empty");
-    paths[1] = directory;
-    assert_error(ft_io_data_open(paths, 2, FT_IO_TOKEN_BYTE, &data), FT_ERR_IO, directory,
+    paths[1] = temp_directory;
+    assert_error(ft_io_data_open(paths, 2, FT_IO_TOKEN_BYTE, &data), FT_ERR_IO, temp_directory,
                  "a directory");
     paths[1] = "/dev/zero";
     assert_error(ft_io_data_open(paths, 2, FT_IO_TOKEN_BYTE, &data), FT_ERR_IO, "/dev/zero",
@@ -1815,7 +1744,7 @@ static void unwritable_json_is_reported(void **state)
     const char *path = in_directory("missing/x.json");
     assert_error(ft_io_json_open(path, &json), FT_ERR_IO, path, "No such file");
     assert_null(json);
-    assert_error(ft_io_json_open(directory, &json), FT_ERR_IO, directory, "directory");
+    assert_error(ft_io_json_open(temp_directory, &json), FT_ERR_IO, temp_directory, "directory");
     if (access("/dev/full", W_OK) != 0) skip();
     static const int lengths[2] = {1, 100000};
     for (int k = 0; k < 2; k++) { /* the error comes at the end, and on the way */
@@ -1927,7 +1856,7 @@ static void unwritable_logs_are_reported(void **state)
     const char *path = in_directory("missing/x.jsonl");
     assert_error(ft_io_log_open(path, 0, &log), FT_ERR_IO, path, "No such file");
     assert_null(log);
-    assert_error(ft_io_log_open(directory, 1, &log), FT_ERR_IO, directory, "Is a directory");
+    assert_error(ft_io_log_open(temp_directory, 1, &log), FT_ERR_IO, temp_directory, "Is a directory");
     if (access("/dev/full", W_OK) != 0) skip();
     assert_ok(ft_io_log_open("/dev/full", 0, &log));
     for (int i = 0; i < 2; i++) {

@@ -21,13 +21,7 @@
 #include <cmocka.h>
 
 #include "train_harness.h"
-
-#define CHECK(condition)                                                                           \
-    do {                                                                                           \
-        if (!(condition))                                                                          \
-            return ft_error(FT_ERR_DATA, "line %d: %s (last error: %s)", __LINE__, #condition,     \
-                            ft_last_error());                                                      \
-    } while (0)
+#include "check.h"
 
 /* ThreadSanitizer looks for races, which do not differ between layouts as bytes do, and slows runs
    down twenty times: it sees every seventh layout. */

@@ -28,18 +28,12 @@ static void *nan_malloc(size_t bytes)
 #include "femtotron_tp.h"
 #include "femtotron_llama.h"
 #include "train_harness.h"
+#include "check.h"
 
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <cmocka.h>
-
-#define CHECK(condition)                                                                           \
-    do {                                                                                           \
-        if (!(condition))                                                                          \
-            return ft_error(FT_ERR_DATA, "line %d: %s (last error: %s)", __LINE__, #condition,     \
-                            ft_last_error());                                                      \
-    } while (0)
 
 /* -------------------------------------------------------------------------------- the schedules */
 
@@ -1294,6 +1288,59 @@ static void test_async(void **state)
     }
 }
 
+/* A model of one unit has no next and no earlier one: in stage 3 it is gathered once a micro-batch. */
+static ft_status one_unit(ft_ctx *ctx, void *user)
+{
+    int keep = *(const int *)user, M = 3, unit, groups;
+    int64_t shape[2] = {16, 16}, wire = 16 * 16 * 4 / 2;
+    ft_zero_config config = ft_zero_config_default();
+    ft_zero_formula formula;
+    ft_traffic rows[8];
+    ft_tensor *w, *x, *y, *loss;
+    ft_tape *tape;
+    ft_mesh mesh;
+    ft_zero *zero;
+    config.stage = 3;
+    config.keep_gathered = keep;
+    FT_TRY(ft_mesh_create(ctx, 2, 1, 1, &mesh));
+    FT_TRY(ft_zero_create(ctx, &config, &mesh, &zero));
+    FT_TRY(ft_zero_unit(zero, "only", &unit));
+    FT_TRY(ft_zero_param(zero, "w", 2, shape, 0, &w));
+    FT_TRY(ft_zero_commit(zero, NULL, NULL));
+    FT_TRY(ft_tape_create(ctx, &tape));
+    FT_TRY(ft_tensor_create(ctx, &x, FT_F32, 2, shape, FT_TAG_OTHER));
+    FT_TRY(ft_fill(x, 0, ft_stream_get(ctx, FT_STREAM_COMPUTE)));
+    FT_TRY(ft_zero_step_begin(zero, M, 1, NULL));
+    for (int m = 0; m < M; m++) {
+        FT_TRY(ft_tape_begin(tape));
+        FT_TRY(ft_zero_enter(zero, unit, FT_ZERO_KEEP));
+        FT_TRY(ft_linear(ctx, &y, x, w, NULL));
+        FT_TRY(ft_mean(ctx, &loss, y));
+        FT_TRY(ft_zero_leave(zero, unit));
+        FT_TRY(ft_tape_end(tape));
+        FT_TRY(ft_backward(tape, loss, NULL));
+        ft_tensor_free(loss);
+    }
+    FT_TRY(ft_zero_step_end(zero, 0));
+    FT_TRY(ft_zero_formula_get(zero, M, 0, &formula));
+    groups = ft_traffic_get(ctx, 8, rows);
+    for (int g = 0; g < groups; g++)
+        if (!strcmp(rows[g].group, "zero gather"))
+            CHECK(rows[g].sent_bytes[FT_ALL_GATHER] == (keep ? 1 : M) * wire);
+    CHECK(formula.gather_sent == (keep ? 1 : M) * wire);
+    return FT_OK;
+}
+
+static void test_one_unit(void **state)
+{
+    (void)state;
+    for (int keep = 0; keep < 2; keep++) {
+        ft_config config = ft_config_default();
+        config.world = 2;
+        if (ft_launch(&config, one_unit, &keep) != FT_OK) fail_msg("keep %d: %s", keep, ft_last_error());
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -1311,7 +1358,8 @@ int main(void)
         cmocka_unit_test(test_hybrid_bf16),
         cmocka_unit_test(test_hybrid_llama),
         cmocka_unit_test(test_shard_ranks_refusals),
-        cmocka_unit_test(test_async)
+        cmocka_unit_test(test_async),
+        cmocka_unit_test(test_one_unit),
     };
     return cmocka_run_group_tests(tests, make_rows, NULL);
 }

@@ -14,6 +14,7 @@
 
 #define FEMTOTRON_IMPLEMENTATION
 #include "femtotron.h"
+#include "check.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -23,22 +24,6 @@
 #include <cmocka.h>
 
 /* ------------------------------------------------------------------------------------- helpers */
-
-#define CHECK(condition)                                                                           \
-    do {                                                                                           \
-        if (!(condition))                                                                          \
-            return ft_error(FT_ERR_DATA, "line %d: %s (last error: %s)", __LINE__, #condition,     \
-                            ft_last_error());                                                      \
-    } while (0)
-
-/* `call` must fail with `status`, and its message must contain `part`. */
-#define REFUSED(call, status, part)                                                                \
-    do {                                                                                           \
-        ft_status refused_ = (call);                                                               \
-        if (refused_ != (status) || !strstr(ft_last_error(), part))                                \
-            return ft_error(FT_ERR_DATA, "line %d: %s gave %s: %s", __LINE__, #call,               \
-                            ft_status_name(refused_), refused_ ? ft_last_error() : "");            \
-    } while (0)
 
 static void run_with(const ft_config *config, ft_rank_fn fn, void *user)
 {
@@ -1121,7 +1106,6 @@ static void random_graphs(void **state)
     run_on(FT_META, fuzz_rank, &f);
     free(f.mem);
 }
-
 
 /* ---------------------------------------------------------------------------- rows of one's own */
 

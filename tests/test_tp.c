@@ -10,6 +10,7 @@
 #define FEMTOTRON_IMPLEMENTATION
 #include "femtotron.h"
 #include "femtotron_tp.h"
+#include "check.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -19,22 +20,6 @@
 #include <cmocka.h>
 
 /* ------------------------------------------------------------------------------------- helpers */
-
-#define CHECK(condition)                                                                           \
-    do {                                                                                           \
-        if (!(condition))                                                                          \
-            return ft_error(FT_ERR_DATA, "line %d: %s (last error: %s)", __LINE__, #condition,     \
-                            ft_last_error());                                                      \
-    } while (0)
-
-/* `call` must fail with `status`, and its message must contain `part`. */
-#define REFUSED(call, status, part)                                                                \
-    do {                                                                                           \
-        ft_status refused_ = (call);                                                               \
-        if (refused_ != (status) || !strstr(ft_last_error(), part))                                \
-            return ft_error(FT_ERR_DATA, "line %d: %s gave %s: %s", __LINE__, #call,               \
-                            ft_status_name(refused_), refused_ ? ft_last_error() : "");            \
-    } while (0)
 
 /* The same in the main thread. */
 #define ASSERT_REFUSED(call, status, part)                                                         \

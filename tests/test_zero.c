@@ -92,6 +92,7 @@ static int no_late_writes(void **state)
 #include "femtotron_tp.h"
 #include "femtotron_llama.h"
 #include "train_harness.h"
+#include "check.h"
 
 #include <math.h>
 #include <setjmp.h>
@@ -100,15 +101,8 @@ static int no_late_writes(void **state)
 
 /* ------------------------------------------------------------------------------------- helpers */
 
-#define CHECK(condition)                                                                           \
-    do {                                                                                           \
-        if (!(condition))                                                                          \
-            return ft_error(FT_ERR_DATA, "line %d: %s (last error: %s)", __LINE__, #condition,     \
-                            ft_last_error());                                                      \
-    } while (0)
-
 /* The call must fail with this status, and say something. */
-#define REFUSED(call, status)                                                                      \
+#define FAILS(call, status)                                                                      \
     do {                                                                                           \
         ft_status refused = (call);                                                                \
         if (refused != (status) || !*ft_last_error())                                              \
@@ -1727,7 +1721,7 @@ static ft_status nothing_gathered(th_rank *r, th_moment moment, void *user)
     CHECK(m.live[FT_TAG_GATHER] == 0);
     for (int u = 0; u < r->zero->n_units; u++) {
         CHECK(r->zero->units[u].gathered == 0);
-        REFUSED(ft_zero_release(r->zero, u), FT_ERR_STATE);
+        FAILS(ft_zero_release(r->zero, u), FT_ERR_STATE);
     }
     return FT_OK;
 }
@@ -1821,16 +1815,16 @@ static ft_status order_of_description(ft_ctx *ctx, void *user)
     ft_zero_formula formula;
     int unit;
     FT_TRY(bench_begin(&b, ctx, (const ft_zero_config *)user));
-    REFUSED(ft_zero_param(b.zero, "early", 2, shape, 0, &p), FT_ERR_STATE);
-    REFUSED(ft_zero_commit(b.zero, toy_init, NULL), FT_ERR_STATE);
-    REFUSED(ft_zero_step_begin(b.zero, 1, 5, NULL), FT_ERR_STATE);
-    REFUSED(ft_zero_gather(b.zero, 0), FT_ERR_STATE);
-    REFUSED(ft_zero_enter(b.zero, 0, 0), FT_ERR_STATE);
-    REFUSED(ft_zero_formula_get(b.zero, 1, 0, &formula), FT_ERR_STATE);
+    FAILS(ft_zero_param(b.zero, "early", 2, shape, 0, &p), FT_ERR_STATE);
+    FAILS(ft_zero_commit(b.zero, toy_init, NULL), FT_ERR_STATE);
+    FAILS(ft_zero_step_begin(b.zero, 1, 5, NULL), FT_ERR_STATE);
+    FAILS(ft_zero_gather(b.zero, 0), FT_ERR_STATE);
+    FAILS(ft_zero_enter(b.zero, 0, 0), FT_ERR_STATE);
+    FAILS(ft_zero_formula_get(b.zero, 1, 0, &formula), FT_ERR_STATE);
     FT_TRY(bench_commit(&b));
-    REFUSED(ft_zero_unit(b.zero, "late", &unit), FT_ERR_STATE);
-    REFUSED(ft_zero_param(b.zero, "late", 2, shape, 0, &p), FT_ERR_STATE);
-    REFUSED(ft_zero_commit(b.zero, toy_init, NULL), FT_ERR_STATE);
+    FAILS(ft_zero_unit(b.zero, "late", &unit), FT_ERR_STATE);
+    FAILS(ft_zero_param(b.zero, "late", 2, shape, 0, &p), FT_ERR_STATE);
+    FAILS(ft_zero_commit(b.zero, toy_init, NULL), FT_ERR_STATE);
     return FT_OK;
 }
 
@@ -1839,36 +1833,36 @@ static ft_status order_of_weights(ft_ctx *ctx, void *user)
     bench b;
     FT_TRY(bench_begin(&b, ctx, (const ft_zero_config *)user));
     FT_TRY(bench_commit(&b));
-    REFUSED(ft_zero_get(b.zero, b.w[0]), FT_ERR_STATE);
-    REFUSED(ft_zero_get(b.zero, b.x), FT_ERR_ARG);
-    REFUSED(ft_zero_release(b.zero, 0), FT_ERR_STATE);
-    REFUSED(ft_zero_gather(b.zero, -1), FT_ERR_ARG);
-    REFUSED(ft_zero_gather(b.zero, 2), FT_ERR_ARG);
+    FAILS(ft_zero_get(b.zero, b.w[0]), FT_ERR_STATE);
+    FAILS(ft_zero_get(b.zero, b.x), FT_ERR_ARG);
+    FAILS(ft_zero_release(b.zero, 0), FT_ERR_STATE);
+    FAILS(ft_zero_gather(b.zero, -1), FT_ERR_ARG);
+    FAILS(ft_zero_gather(b.zero, 2), FT_ERR_ARG);
     FT_TRY(ft_zero_gather(b.zero, 0));
     FT_TRY(ft_zero_gather(b.zero, 0));
     FT_TRY(ft_zero_get(b.zero, b.w[0]));
-    REFUSED(ft_zero_get(b.zero, b.w[1]), FT_ERR_STATE);
+    FAILS(ft_zero_get(b.zero, b.w[1]), FT_ERR_STATE);
     FT_TRY(ft_zero_release(b.zero, 0));
     FT_TRY(ft_zero_get(b.zero, b.w[0])); /* gathered twice, released once */
     CHECK(ft_tensor_present(b.w[0]));
     FT_TRY(ft_zero_release(b.zero, 0));
-    REFUSED(ft_zero_get(b.zero, b.w[0]), FT_ERR_STATE);
+    FAILS(ft_zero_get(b.zero, b.w[0]), FT_ERR_STATE);
     CHECK(ft_tensor_present(b.w[0]) == !b.zero->shards_weights);
-    REFUSED(ft_zero_leave(b.zero, 0), FT_ERR_STATE);
+    FAILS(ft_zero_leave(b.zero, 0), FT_ERR_STATE);
     FT_TRY(ft_zero_enter(b.zero, 0, 0));
     FT_TRY(ft_zero_enter(b.zero, 1, 0));
-    REFUSED(ft_zero_leave(b.zero, 0), FT_ERR_STATE);
+    FAILS(ft_zero_leave(b.zero, 0), FT_ERR_STATE);
     FT_TRY(ft_zero_leave(b.zero, 1));
     FT_TRY(ft_zero_leave(b.zero, 0));
-    REFUSED(ft_zero_leave(b.zero, 0), FT_ERR_STATE);
+    FAILS(ft_zero_leave(b.zero, 0), FT_ERR_STATE);
     for (int i = 0; i < 8; i++) FT_TRY(ft_zero_enter(b.zero, 0, 0));
-    REFUSED(ft_zero_enter(b.zero, 0, 0), FT_ERR_STATE);
+    FAILS(ft_zero_enter(b.zero, 0, 0), FT_ERR_STATE);
     for (int i = 0; i < 8; i++) FT_TRY(ft_zero_leave(b.zero, 0));
-    REFUSED(ft_zero_export(b.zero, b.x, 0, 1, NULL), FT_ERR_ARG);
-    REFUSED(ft_zero_export(b.zero, b.w[0], -1, 1, NULL), FT_ERR_ARG);
-    REFUSED(ft_zero_export(b.zero, b.w[0], 20, 6, NULL), FT_ERR_ARG);
-    REFUSED(ft_zero_export(b.zero, b.w[0], 0, 0, NULL), FT_ERR_ARG);
-    REFUSED(ft_zero_import(b.zero, b.w[0], 25, 1, NULL), FT_ERR_ARG);
+    FAILS(ft_zero_export(b.zero, b.x, 0, 1, NULL), FT_ERR_ARG);
+    FAILS(ft_zero_export(b.zero, b.w[0], -1, 1, NULL), FT_ERR_ARG);
+    FAILS(ft_zero_export(b.zero, b.w[0], 20, 6, NULL), FT_ERR_ARG);
+    FAILS(ft_zero_export(b.zero, b.w[0], 0, 0, NULL), FT_ERR_ARG);
+    FAILS(ft_zero_import(b.zero, b.w[0], 25, 1, NULL), FT_ERR_ARG);
     return FT_OK;
 }
 
@@ -1878,32 +1872,32 @@ static ft_status order_of_gradients(ft_ctx *ctx, void *user)
     ft_tensor *shard, *loss;
     FT_TRY(bench_begin(&b, ctx, (const ft_zero_config *)user));
     FT_TRY(bench_commit(&b));
-    REFUSED(ft_zero_get_full(b.zero, 0), FT_ERR_STATE);
-    REFUSED(ft_zero_reduce(b.zero, 0), FT_ERR_STATE);
-    REFUSED(ft_zero_add_loss(b.zero, b.x), FT_ERR_STATE);
-    REFUSED(ft_zero_step_end(b.zero, 0.1), FT_ERR_STATE);
-    REFUSED(ft_zero_step_begin(b.zero, 0, 5, NULL), FT_ERR_ARG);
-    REFUSED(ft_zero_step_begin(b.zero, 1, -1, NULL), FT_ERR_ARG);
+    FAILS(ft_zero_get_full(b.zero, 0), FT_ERR_STATE);
+    FAILS(ft_zero_reduce(b.zero, 0), FT_ERR_STATE);
+    FAILS(ft_zero_add_loss(b.zero, b.x), FT_ERR_STATE);
+    FAILS(ft_zero_step_end(b.zero, 0.1), FT_ERR_STATE);
+    FAILS(ft_zero_step_begin(b.zero, 0, 5, NULL), FT_ERR_ARG);
+    FAILS(ft_zero_step_begin(b.zero, 1, -1, NULL), FT_ERR_ARG);
     FT_TRY(ft_zero_step_begin(b.zero, 1, 5, &b.scale));
-    REFUSED(ft_zero_step_begin(b.zero, 1, 5, &b.scale), FT_ERR_STATE);
-    REFUSED(ft_zero_get_shard(b.zero, 0, &shard), FT_ERR_STATE);
-    REFUSED(ft_zero_export_grad(b.zero, b.w[0], 0, 25, NULL), FT_ERR_STATE);
+    FAILS(ft_zero_step_begin(b.zero, 1, 5, &b.scale), FT_ERR_STATE);
+    FAILS(ft_zero_get_shard(b.zero, 0, &shard), FT_ERR_STATE);
+    FAILS(ft_zero_export_grad(b.zero, b.w[0], 0, 25, NULL), FT_ERR_STATE);
     FT_TRY(ft_zero_get_full(b.zero, 0));
-    REFUSED(ft_zero_get_shard(b.zero, 0, &shard), FT_ERR_STATE);
+    FAILS(ft_zero_get_shard(b.zero, 0, &shard), FT_ERR_STATE);
     FT_TRY(ft_zero_reduce(b.zero, 0));
     FT_TRY(ft_zero_get_shard(b.zero, 0, &shard));
-    REFUSED(ft_zero_reduce(b.zero, 0), FT_ERR_STATE);   /* the sum of sums */
-    REFUSED(ft_zero_get_full(b.zero, 0), FT_ERR_STATE); /* it would be lost, or counted twice */
+    FAILS(ft_zero_reduce(b.zero, 0), FT_ERR_STATE);   /* the sum of sums */
+    FAILS(ft_zero_get_full(b.zero, 0), FT_ERR_STATE); /* it would be lost, or counted twice */
     FT_TRY(ft_zero_gather(b.zero, 1));
-    REFUSED(ft_zero_step_end(b.zero, 0.1), FT_ERR_STATE);
+    FAILS(ft_zero_step_end(b.zero, 0.1), FT_ERR_STATE);
     FT_TRY(ft_zero_release(b.zero, 1));
     FT_TRY(ft_zero_step_end(b.zero, 0.1));
-    REFUSED(ft_zero_get_shard(b.zero, 0, &shard), FT_ERR_STATE);
-    REFUSED(ft_zero_step_end(b.zero, 0.1), FT_ERR_STATE);
+    FAILS(ft_zero_get_shard(b.zero, 0, &shard), FT_ERR_STATE);
+    FAILS(ft_zero_step_end(b.zero, 0.1), FT_ERR_STATE);
     /* After all that a step works. */
     FT_TRY(ft_zero_step_begin(b.zero, 1, 5, &b.scale));
     FT_TRY(bench_forward(&b, &loss));
-    REFUSED(ft_zero_step_end(b.zero, 0.1), FT_ERR_STATE); /* a forward is open */
+    FAILS(ft_zero_step_end(b.zero, 0.1), FT_ERR_STATE); /* a forward is open */
     FT_TRY(bench_backward(&b, loss));
     return ft_zero_step_end(b.zero, 0.1);
 }
@@ -1919,7 +1913,7 @@ static ft_status one_backward_too_many(ft_ctx *ctx, void *user)
     FT_TRY(bench_forward(&b, &loss));
     FT_TRY(bench_backward(&b, loss));
     FT_TRY(bench_forward(&b, &loss));
-    REFUSED(ft_backward(b.tape, loss, NULL), FT_ERR_STATE);
+    FAILS(ft_backward(b.tape, loss, NULL), FT_ERR_STATE);
     return FT_OK;
 }
 
@@ -1932,7 +1926,7 @@ static ft_status forward_outside_a_step(ft_ctx *ctx, void *user)
     FT_TRY(ft_zero_enter(b.zero, 0, 0));
     FT_TRY(ft_zero_leave(b.zero, 0));
     FT_TRY(ft_tape_begin(b.tape));
-    REFUSED(ft_zero_enter(b.zero, 0, 0), FT_ERR_STATE);
+    FAILS(ft_zero_enter(b.zero, 0, 0), FT_ERR_STATE);
     return ft_tape_end(b.tape);
 }
 
@@ -1949,7 +1943,7 @@ static ft_status forward_given_up(ft_ctx *ctx, void *user)
     FT_TRY(ft_tape_reset(b.tape));
     FT_TRY(bench_forward(&b, &loss));
     FT_TRY(bench_backward(&b, loss));
-    REFUSED(ft_zero_step_end(b.zero, 0.1), FT_ERR_STATE);
+    FAILS(ft_zero_step_end(b.zero, 0.1), FT_ERR_STATE);
     return FT_OK;
 }
 
@@ -1964,10 +1958,10 @@ static ft_status frozen_has_no_gradient(ft_ctx *ctx, void *user)
     FT_TRY(ft_zero_param(b.zero, "w0", 2, shape, FT_ZERO_FROZEN, &b.w[0]));
     FT_TRY(ft_zero_commit(b.zero, toy_init, NULL));
     FT_TRY(ft_zero_step_begin(b.zero, 1, 5, &b.scale));
-    REFUSED(ft_zero_get_full(b.zero, 0), FT_ERR_STATE);
-    REFUSED(ft_zero_reduce(b.zero, 0), FT_ERR_STATE);
-    REFUSED(ft_zero_get_shard(b.zero, 0, &shard), FT_ERR_STATE);
-    REFUSED(ft_zero_export_grad(b.zero, b.w[0], 0, 25, NULL), FT_ERR_STATE);
+    FAILS(ft_zero_get_full(b.zero, 0), FT_ERR_STATE);
+    FAILS(ft_zero_reduce(b.zero, 0), FT_ERR_STATE);
+    FAILS(ft_zero_get_shard(b.zero, 0, &shard), FT_ERR_STATE);
+    FAILS(ft_zero_export_grad(b.zero, b.w[0], 0, 25, NULL), FT_ERR_STATE);
     return ft_zero_step_end(b.zero, 0.1);
 }
 
