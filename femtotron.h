@@ -23,6 +23,7 @@
        >>optable     what an op is                >>optable.impl
        >>ops         the built-in ops             >>kernels.impl (CPU code), >>ops.impl (the rows)
        >>tape        backward, recomputation      >>tape.impl, >>sac.impl
+       >>gpu         kernels of the device        femtotron_kernels.cu; >>gpu.impl (around them)
 
    OPTIONS  (define before the include that has FEMTOTRON_IMPLEMENTATION)
      FT_CBLAS      GEMMs call cblas_sgemm instead of the built-in loops. Default off. Set it where
@@ -127,13 +128,14 @@ FT_API ft_status ft_error(ft_status status, const char *format, ...)
 
 typedef struct ft_ctx ft_ctx;
 
-typedef enum ft_device { FT_CPU = 0, FT_META } ft_device;
+typedef enum ft_device { FT_CPU = 0, FT_META, FT_GPU } ft_device; /* FT_GPU: built with FT_CUDA */
 
 typedef enum ft_switch { FT_DEFAULT = 0, FT_ON, FT_OFF } ft_switch;
 
 typedef struct ft_config {
     int world;            /* ranks; 0 means 1 */
     ft_device device;     /* FT_CPU or FT_META */
+    ft_device plan_for;   /* meta: whose workspace to count, FT_CPU (default) or FT_GPU */
     int only_rank;        /* meta: run this rank alone; -1 (ft_config_default) runs every rank */
     size_t memory_limit;  /* bytes of device memory per rank, accounted; 0: no limit */
     int timeline;         /* 1: keep every allocation and free for ft_mem_timeline; 48 bytes each */
@@ -458,7 +460,17 @@ typedef struct ft_op_call {
     int accumulate[FT_OP_MAX_IN]; /* 1: din[i] += contribution, 0: din[i] = contribution */
     size_t scratch_bytes, workspace_bytes;
     void *scratch, *workspace;    /* uninitialised, as many bytes as the row's `scratch` asked for */
+    ft_device device;             /* FT_CPU or FT_GPU: whose kernel this call is for, or is planned */
+    ft_ctx *ctx;
+    void *stream;                 /* FT_GPU: the cudaStream_t to launch on */
+    uint64_t *fault;              /* FT_GPU: see >>gpu */
 } ft_op_call;
+
+typedef struct ft_gpu_kernels {
+    ft_status (*forward)(const ft_op_call *call);
+    ft_status (*backward)(const ft_op_call *call);
+    ft_status (*replay)(const ft_op_call *call);
+} ft_gpu_kernels;
 
 enum { /* ft_op.flags */
     FT_OP_INPLACE = 1,         /* output 0 takes over the storage of input 0, which is then gone */
@@ -501,6 +513,9 @@ struct ft_op {
     ft_status (*forward_host)(ft_ctx *ctx, const ft_op_call *call, ft_tensor **in, ft_tensor **out);
     ft_status (*backward_host)(ft_ctx *ctx, const ft_op_call *call, ft_tensor **in, ft_tensor **out,
                                ft_tensor **dout, ft_tensor **din);
+    /* The same kernels for FT_GPU, where data is device memory: each launches on call->stream and
+       returns. A row without them cannot run there: FT_ERR_UNSUPPORTED. */
+    ft_gpu_kernels gpu;
 };
 
 FT_API ft_op ft_op_default(void);
@@ -693,6 +708,88 @@ typedef struct ft_flops {
 FT_API void ft_flops_get(const ft_ctx *ctx, ft_flops *flops);
 /* By the ops' cost functions. A deferred forward inside backward counts as backward alone. */
 
+/* ---------------------------------------------------------------------------------------- >>gpu
+
+   Device kernels: femtotron_kernels.cu, which the whole program is linked with when FT_CUDA is
+   defined. A launcher queues its kernels on call->stream and returns; it never synchronises and
+   never allocates: what it needs beside its operands is call->scratch and call->workspace, sized by
+   the row's `scratch`, which branches on call->device. Those sizes depend on shapes and dtypes
+   alone, so that a plan made without a GPU is exact. Every sum has an order that the shapes fix:
+   no atomic addition of floating-point numbers anywhere.
+
+   A value that cannot be (a token >= V) is found on the device. The kernel then leaves its output
+   for that element zero, and notes the fault for the host, which reports the first by position as
+   FT_ERR_DATA at the next synchronisation: fault[2k] = the least of (position << 32 | value),
+   fault[2k+1] = V, with k below. */
+
+enum { FTK_FAULT_EMBEDDING = 0, FTK_FAULT_CE, FTK_FAULT_TP_EMBEDDING, FTK_FAULT_TP_CE, FTK_FAULTS };
+
+#ifdef FT_CUDA
+#define FT_GPU_KERNELS(forward, backward, replay) { forward, backward, replay }
+
+/* One launcher for each kernel of a row; what it computes stands at the row's CPU kernel. */
+#define FTK_DECLARE(name) FT_API ft_status ftk_##name(const ft_op_call *call)
+FTK_DECLARE(fill_forward); FTK_DECLARE(copy_forward); FTK_DECLARE(accumulate_forward);
+FTK_DECLARE(embedding_forward); FTK_DECLARE(embedding_backward);
+FTK_DECLARE(rmsnorm_forward); FTK_DECLARE(rmsnorm_backward);
+FTK_DECLARE(add_rmsnorm_forward); FTK_DECLARE(add_rmsnorm_backward);
+FTK_DECLARE(add_rmsnorm_replay);
+FTK_DECLARE(rope_forward); FTK_DECLARE(rope_backward);
+FTK_DECLARE(head_norm_forward); FTK_DECLARE(head_norm_backward);
+FTK_DECLARE(attention_forward); FTK_DECLARE(attention_backward);
+FTK_DECLARE(swiglu_forward); FTK_DECLARE(swiglu_backward);
+FTK_DECLARE(add_forward); FTK_DECLARE(add_backward);
+FTK_DECLARE(mul_forward); FTK_DECLARE(mul_backward);
+FTK_DECLARE(scale_forward); FTK_DECLARE(scale_backward);
+FTK_DECLARE(gelu_forward); FTK_DECLARE(gelu_backward);
+FTK_DECLARE(silu_forward); FTK_DECLARE(silu_backward);
+FTK_DECLARE(softmax_forward); FTK_DECLARE(softmax_backward);
+FTK_DECLARE(layer_norm_forward); FTK_DECLARE(layer_norm_backward);
+FTK_DECLARE(mean_forward); FTK_DECLARE(mean_backward);
+FTK_DECLARE(zero_sumsq); FTK_DECLARE(zero_local); FTK_DECLARE(zero_control);
+FTK_DECLARE(zero_scale); FTK_DECLARE(zero_adamw); FTK_DECLARE(zero_sgd);
+FTK_DECLARE(tp_bias); FTK_DECLARE(tp_bias_grad); FTK_DECLARE(tp_lookup);
+FTK_DECLARE(tp_lookup_grad); FTK_DECLARE(tp_loss_begin); FTK_DECLARE(tp_loss_stats);
+FTK_DECLARE(tp_loss_add); FTK_DECLARE(tp_loss_grad); FTK_DECLARE(tp_loss_end);
+
+/* Parts of linear and linear_cross_entropy around their GEMMs, which are cuBLASLt's. */
+FT_API ft_status ftk_rows_fill(void *stream, void *y, const void *b, ft_dtype dtype, int64_t n,
+                               int64_t o);
+/* Every row of y[n,o] = b[o]. */
+FT_API size_t ftk_rows_sum_bytes(int64_t n, int64_t o);
+FT_API ft_status ftk_rows_sum(void *stream, void *to, ft_dtype to_dtype, const void *dy,
+                              ft_dtype dtype, int64_t n, int64_t o, int accumulate,
+                              void *workspace);
+/* to[o] = or += the sum of the rows of dy[n,o], in fp32, rounded once; ftk_rows_sum_bytes of
+   workspace. */
+
+typedef struct ftk_ce_state { /* device memory; what the kernels of one pass share */
+    double by;        /* what the sum of the losses is multiplied by */
+    float factor;     /* of the logits' gradients: by * dloss */
+    int32_t counted;  /* labels that are not -100 */
+} ftk_ce_state;
+
+FT_API ft_status ftk_ce_begin(void *stream, ftk_ce_state *state, const int32_t *labels, int64_t n,
+                              int64_t V, const float *scale, const float *dloss, uint64_t *fault);
+/* Checks and counts labels[n]; by = *scale, or 1 / counted where scale is NULL, 0 if nothing is
+   counted; factor = by * *dloss, 0 where dloss is NULL. */
+FT_API ft_status ftk_ce_tokens(void *stream, void *z, ft_dtype dtype, const int32_t *labels,
+                               int64_t c, int64_t V, const ftk_ce_state *state, float *losses,
+                               int grads);
+/* losses[c] = log sum exp(z) - z[label] of each row of z[c,V], 0 where the label is -100 or cannot
+   be; with grads z = factor (softmax(z) - onehot(label)), zero rows likewise. */
+FT_API ft_status ftk_ce_end(void *stream, const float *losses, int64_t n,
+                            const ftk_ce_state *state, float *loss);
+/* *loss = by * sum of losses[n] in a fixed order, in double. */
+
+FT_API ft_status ftk_sum(void *stream, void *out, ft_dtype dtype, int n, const void *const *in,
+                         int64_t count);
+/* out[i] = sum over r of in[r][i], in that order in fp32, rounded once; out may be one of in[].
+   n <= 256 pointers, of this or of peer devices. */
+#else
+#define FT_GPU_KERNELS(forward, backward, replay) { NULL, NULL, NULL }
+#endif
+
 #endif /* FEMTOTRON_H */
 
 #if defined(FEMTOTRON_IMPLEMENTATION) || defined(FEMTOTRON_CORE_IMPLEMENTATION)
@@ -799,6 +896,12 @@ static void ft__probe_end(ft_ctx *ctx, const ft_tape *tape);
 static void ft__probe_replay(ft_ctx *ctx, int segment, double flops);
 static void ft__probe_backward(ft_ctx *ctx, int from, int to);
 static void ft__blas_begin(void);
+#ifdef FT_CUDA
+static ft_status ft__gpu_matmul_forward(const ft_op_call *call);
+static ft_status ft__gpu_linear_forward(const ft_op_call *call);
+static ft_status ft__gpu_linear_backward(const ft_op_call *call);
+static ft_status ft__gpu_ce_run(const ft_op_call *call);
+#endif
 
 /* ------------------------------------------------------------------------------- >>status.impl */
 
@@ -3406,7 +3509,8 @@ static ft_status ft__matmul_forward(const ft_op_call *call)
 static const ft_op ft__op_matmul = {
     "matmul", 2, 1, 0, 0, 0, {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0, 0,
     ft__matmul_infer, ft__matmul_cost, ft__matmul_scratch, ft__matmul_forward, NULL, NULL,
-    NULL, NULL
+    NULL, NULL,
+    FT_GPU_KERNELS(ft__gpu_matmul_forward, NULL, NULL)
 };
 
 FT_API ft_status ft_matmul(ft_tensor *c, const ft_tensor *a, int transpose_a, const ft_tensor *b,
@@ -3432,7 +3536,8 @@ static const ft_op ft__op_linear = {
     0, 0, FT_OP_SPLIT, /* cheap, replay_from, flags */
     ft__linear_infer, ft__linear_cost, ft__linear_scratch,
     ft__linear_forward, ft__linear_backward, NULL,
-    NULL, NULL
+    NULL, NULL,
+    FT_GPU_KERNELS(ft__gpu_linear_forward, ft__gpu_linear_backward, NULL)
 };
 
 FT_API ft_status ft_linear(ft_ctx *ctx, ft_tensor **y, ft_tensor *x, ft_tensor *w, ft_tensor *b)
@@ -3681,7 +3786,8 @@ static const ft_op ft__op_linear_cross_entropy = {
     FT_OP_DEFERRED | FT_OP_GRAD_OVER_IN,
     ft__ce_infer, ft__ce_cost, ft__ce_scratch,
     ft__ce_run, ft__ce_run, NULL,
-    NULL, NULL
+    NULL, NULL,
+    FT_GPU_KERNELS(ft__gpu_ce_run, ft__gpu_ce_run, NULL)
 };
 
 FT_API ft_status ft_linear_cross_entropy(ft_ctx *ctx, ft_tensor **loss, ft_tensor *x, ft_tensor *w,
@@ -3965,17 +4071,20 @@ static ft_status ft__accumulate_forward(const ft_op_call *call)
 
 static const ft_op ft__op_fill = {
     "fill", 1, 1, 0, 0, 0, { 0 }, 0, 0, 0,
-    ft__fill_infer, ft__cost_move, NULL, ft__fill_forward, NULL, NULL, NULL, NULL
+    ft__fill_infer, ft__cost_move, NULL, ft__fill_forward, NULL, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_fill_forward, NULL, NULL)
 };
 
 static const ft_op ft__op_copy = {
     "copy", 1, 1, 0, 0, 0, { 0 }, 0, 0, 0,
-    ft__copy_infer, ft__cost_move, NULL, ft__copy_forward, NULL, NULL, NULL, NULL
+    ft__copy_infer, ft__cost_move, NULL, ft__copy_forward, NULL, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_copy_forward, NULL, NULL)
 };
 
 static const ft_op ft__op_accumulate = {
     "accumulate", 2, 1, 0, 0, 0, { 0 }, 0, 0, 0,
-    ft__accumulate_infer, ft__cost_one, NULL, ft__accumulate_forward, NULL, NULL, NULL, NULL
+    ft__accumulate_infer, ft__cost_one, NULL, ft__accumulate_forward, NULL, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_accumulate_forward, NULL, NULL)
 };
 
 /* ---- embedding ---- */
@@ -4060,7 +4169,8 @@ static ft_status ft__embedding_backward(const ft_op_call *call)
 static const ft_op ft__op_embedding = {
     "embedding", 2, 1, 0, FT_IN(1), FT_IN(1), { 0, FT_IN(0) }, 0, 0, 0,
     ft__embedding_infer, ft__cost_move, ft__embedding_scratch, ft__embedding_forward,
-    ft__embedding_backward, NULL, NULL, NULL
+    ft__embedding_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_embedding_forward, ftk_embedding_backward, NULL)
 };
 
 FT_API ft_status ft_embedding(ft_ctx *ctx, ft_tensor **y, ft_tensor *tokens, ft_tensor *table)
@@ -4188,7 +4298,8 @@ static const ft_op ft__op_rmsnorm = {
     "rmsnorm", 2, 1, 0, FT_IN(0) | FT_IN(1), FT_IN(0) | FT_IN(1),
     { FT_IN(0) | FT_IN(1), FT_IN(0) }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
     ft__rmsnorm_infer, ft__cost_norm, ft__rmsnorm_scratch, ft__rmsnorm_forward,
-    ft__rmsnorm_backward, NULL, NULL, NULL
+    ft__rmsnorm_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_rmsnorm_forward, ftk_rmsnorm_backward, NULL)
 };
 
 FT_API ft_status ft_rmsnorm(ft_ctx *ctx, ft_tensor **y, ft_tensor *x, ft_tensor *w, double eps)
@@ -4279,7 +4390,8 @@ static const ft_op ft__op_add_rmsnorm = {
     { FT_OUT(0) | FT_IN(2), FT_OUT(0) | FT_IN(2), FT_OUT(0) }, FT_OUT(1), FT_OUT(0) | FT_IN(2),
     FT_OP_GRAD_OVER_DOUT | FT_OP_GRAD_SAME_01,
     ft__add_rmsnorm_infer, ft__cost_few, ft__add_rmsnorm_scratch, ft__add_rmsnorm_forward,
-    ft__add_rmsnorm_backward, ft__add_rmsnorm_replay, NULL, NULL
+    ft__add_rmsnorm_backward, ft__add_rmsnorm_replay, NULL, NULL,
+    FT_GPU_KERNELS(ftk_add_rmsnorm_forward, ftk_add_rmsnorm_backward, ftk_add_rmsnorm_replay)
 };
 
 FT_API ft_status ft_add_rmsnorm(ft_ctx *ctx, ft_tensor **sum, ft_tensor **y, ft_tensor *x,
@@ -4412,7 +4524,8 @@ static ft_status ft__rope_backward(const ft_op_call *call)
 static const ft_op ft__op_rope = {
     "rope", 2, 1, 0, FT_IN(0), FT_IN(0), { FT_IN(1) }, 0, 0,
     FT_OP_INPLACE | FT_OP_GRAD_OVER_DOUT,
-    ft__rope_infer, ft__cost_few, NULL, ft__rope_forward, ft__rope_backward, NULL, NULL, NULL
+    ft__rope_infer, ft__cost_few, NULL, ft__rope_forward, ft__rope_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_rope_forward, ftk_rope_backward, NULL)
 };
 
 FT_API ft_status ft_rope(ft_ctx *ctx, ft_tensor **y, ft_tensor *qkv, ft_tensor *table, int64_t H,
@@ -4553,7 +4666,8 @@ static const ft_op ft__op_head_norm = {
     "head_norm", 3, 1, 0, FT_IN(0) | FT_IN(1) | FT_IN(2), FT_IN(0) | FT_IN(1) | FT_IN(2),
     { FT_IN(0) | FT_IN(1) | FT_IN(2), FT_IN(0), FT_IN(0) }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
     ft__head_norm_infer, ft__cost_norm, ft__head_norm_scratch, ft__head_norm_forward,
-    ft__head_norm_backward, NULL, NULL, NULL
+    ft__head_norm_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_head_norm_forward, ftk_head_norm_backward, NULL)
 };
 
 FT_API ft_status ft_head_norm(ft_ctx *ctx, ft_tensor **y, ft_tensor *qkv, ft_tensor *wq,
@@ -4862,7 +4976,8 @@ static void ft__attention_cost(const ft_op_call *call, double *flops, double *by
 static const ft_op ft__op_attention = {
     "attention", 1, 2, 0, FT_IN(0), FT_IN(0), { FT_IN(0) | FT_OUT(0) | FT_OUT(1) }, 0, 0, 0,
     ft__attention_infer, ft__attention_cost, ft__attention_scratch, ft__attention_forward,
-    ft__attention_backward, NULL, NULL, NULL
+    ft__attention_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_attention_forward, ftk_attention_backward, NULL)
 };
 
 FT_API ft_status ft_attention(ft_ctx *ctx, ft_tensor **o, ft_tensor *qkv, int64_t H, int64_t K,
@@ -4933,7 +5048,8 @@ static ft_status ft__swiglu_backward(const ft_op_call *call)
 
 static const ft_op ft__op_swiglu = {
     "swiglu", 1, 1, 0, FT_IN(0), FT_IN(0), { FT_IN(0) }, FT_OUT(0), 0, FT_OP_GRAD_OVER_IN,
-    ft__swiglu_infer, ft__cost_few, NULL, ft__swiglu_forward, ft__swiglu_backward, NULL, NULL, NULL
+    ft__swiglu_infer, ft__cost_few, NULL, ft__swiglu_forward, ft__swiglu_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_swiglu_forward, ftk_swiglu_backward, NULL)
 };
 
 FT_API ft_status ft_swiglu(ft_ctx *ctx, ft_tensor **y, ft_tensor *gu)
@@ -5030,24 +5146,28 @@ static ft_status ft__mul_backward(const ft_op_call *call)
 
 static const ft_op ft__op_add = {
     "add", 2, 1, 0, FT_IN(0) | FT_IN(1), FT_IN(0) | FT_IN(1), { 0 }, 0, 0, FT_OP_GRAD_PASS,
-    ft__equal_infer, ft__cost_one, NULL, ft__add_forward, NULL, NULL, NULL, NULL
+    ft__equal_infer, ft__cost_one, NULL, ft__add_forward, NULL, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_add_forward, NULL, NULL)
 };
 
 static const ft_op ft__op_add_trailing = {
     "add", 2, 1, 0, FT_IN(0) | FT_IN(1), FT_IN(0) | FT_IN(1), { 0 }, 0, 0, FT_OP_GRAD_OVER_DOUT,
-    ft__trailing_infer, ft__cost_one, NULL, ft__add_forward, ft__add_backward, NULL, NULL, NULL
+    ft__trailing_infer, ft__cost_one, NULL, ft__add_forward, ft__add_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_add_forward, ftk_add_backward, NULL)
 };
 
 static const ft_op ft__op_add_inplace = {
     "add_inplace", 2, 1, 0, FT_IN(0) | FT_IN(1), FT_IN(0) | FT_IN(1), { 0 }, 0, 0,
     FT_OP_INPLACE | FT_OP_GRAD_PASS,
-    ft__equal_infer, ft__cost_one, NULL, ft__add_forward, NULL, NULL, NULL, NULL
+    ft__equal_infer, ft__cost_one, NULL, ft__add_forward, NULL, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_add_forward, NULL, NULL)
 };
 
 static const ft_op ft__op_mul = {
     "mul", 2, 1, 0, FT_IN(0) | FT_IN(1), FT_IN(0) | FT_IN(1), { FT_IN(1), FT_IN(0) }, FT_OUT(0), 0,
     FT_OP_GRAD_OVER_DOUT,
-    ft__trailing_infer, ft__cost_one, NULL, ft__mul_forward, ft__mul_backward, NULL, NULL, NULL
+    ft__trailing_infer, ft__cost_one, NULL, ft__mul_forward, ft__mul_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_mul_forward, ftk_mul_backward, NULL)
 };
 
 FT_API ft_status ft_add(ft_ctx *ctx, ft_tensor **y, ft_tensor *a, ft_tensor *b)
@@ -5166,17 +5286,20 @@ static ft_status ft__silu_backward(const ft_op_call *c) { return ft__unary_backw
 
 static const ft_op ft__op_scale = {
     "scale", 1, 1, 0, FT_IN(0), FT_IN(0), { 0 }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
-    ft__unary_infer, ft__cost_one, NULL, ft__scale_forward, ft__scale_backward, NULL, NULL, NULL
+    ft__unary_infer, ft__cost_one, NULL, ft__scale_forward, ft__scale_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_scale_forward, ftk_scale_backward, NULL)
 };
 
 static const ft_op ft__op_gelu = {
     "gelu", 1, 1, 0, FT_IN(0), FT_IN(0), { FT_IN(0) }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
-    ft__unary_infer, ft__cost_few, NULL, ft__gelu_forward, ft__gelu_backward, NULL, NULL, NULL
+    ft__unary_infer, ft__cost_few, NULL, ft__gelu_forward, ft__gelu_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_gelu_forward, ftk_gelu_backward, NULL)
 };
 
 static const ft_op ft__op_silu = {
     "silu", 1, 1, 0, FT_IN(0), FT_IN(0), { FT_IN(0) }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
-    ft__unary_infer, ft__cost_few, NULL, ft__silu_forward, ft__silu_backward, NULL, NULL, NULL
+    ft__unary_infer, ft__cost_few, NULL, ft__silu_forward, ft__silu_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_silu_forward, ftk_silu_backward, NULL)
 };
 
 FT_API ft_status ft_scale(ft_ctx *ctx, ft_tensor **y, ft_tensor *x, double factor)
@@ -5257,7 +5380,8 @@ static ft_status ft__softmax_backward(const ft_op_call *call)
 
 static const ft_op ft__op_softmax = {
     "softmax", 1, 1, 0, FT_IN(0), FT_IN(0), { FT_OUT(0) }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
-    ft__unary_infer, ft__cost_few, NULL, ft__softmax_forward, ft__softmax_backward, NULL, NULL, NULL
+    ft__unary_infer, ft__cost_few, NULL, ft__softmax_forward, ft__softmax_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_softmax_forward, ftk_softmax_backward, NULL)
 };
 
 FT_API ft_status ft_softmax(ft_ctx *ctx, ft_tensor **y, ft_tensor *x)
@@ -5384,7 +5508,8 @@ static const ft_op ft__op_layer_norm = {
     "layer_norm", 3, 1, 0, FT_IN(0) | FT_IN(1) | FT_IN(2), FT_IN(0) | FT_IN(1) | FT_IN(2),
     { FT_IN(0) | FT_IN(1), FT_IN(0), 0 }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
     ft__layer_norm_infer, ft__cost_few, ft__layer_norm_scratch, ft__layer_norm_forward,
-    ft__layer_norm_backward, NULL, NULL, NULL
+    ft__layer_norm_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_layer_norm_forward, ftk_layer_norm_backward, NULL)
 };
 
 FT_API ft_status ft_layer_norm(ft_ctx *ctx, ft_tensor **y, ft_tensor *x, ft_tensor *w, ft_tensor *b,
@@ -5440,7 +5565,8 @@ static ft_status ft__mean_backward(const ft_op_call *call)
 
 static const ft_op ft__op_mean = {
     "mean", 1, 1, 0, FT_IN(0), FT_IN(0), { 0 }, 0, 0, 0,
-    ft__mean_infer, ft__cost_sum, NULL, ft__mean_forward, ft__mean_backward, NULL, NULL, NULL
+    ft__mean_infer, ft__cost_sum, NULL, ft__mean_forward, ft__mean_backward, NULL, NULL, NULL,
+    FT_GPU_KERNELS(ftk_mean_forward, ftk_mean_backward, NULL)
 };
 
 FT_API ft_status ft_mean(ft_ctx *ctx, ft_tensor **y, ft_tensor *x)
@@ -5811,20 +5937,40 @@ static ft_status ft__call_run(void *arg)
     return task->kernel(&task->call);
 }
 
+enum { FT__FORWARD = 0, FT__BACKWARD, FT__REPLAY }; /* which of a row's kernels */
+
+static ft_status ft__kernel_of(const ft_op *row, ft_device device, int which, ft__kernel *out)
+{
+    if (device == FT_GPU)
+        *out = which == FT__FORWARD ? row->gpu.forward
+             : which == FT__BACKWARD ? row->gpu.backward : row->gpu.replay;
+    else
+        *out = which == FT__FORWARD ? row->forward
+             : which == FT__BACKWARD ? row->backward : row->replay;
+    if (*out) return FT_OK;
+    return ft_error(FT_ERR_UNSUPPORTED, "op %s has no %s kernel for this device: set the row's "
+                    "`gpu`, or run it on FT_CPU", row->name, which == FT__FORWARD ? "forward"
+                    : which == FT__BACKWARD ? "backward" : "replay");
+}
+
 /* Queues one kernel with its scratch, which lives for this call alone. */
-static ft_status ft__exec(ft_ctx *ctx, ft_stream *stream, ft_op_call *call, ft__kernel kernel)
+static ft_status ft__exec(ft_ctx *ctx, ft_stream *stream, ft_op_call *call, int which)
 {
     ft_storage *scratch = NULL, *workspace = NULL;
     ft_status status = FT_OK;
     ft__call_task task;
     call->scratch_bytes = call->workspace_bytes = 0;
+    call->ctx = ctx;
+    call->device = ctx->device == FT_META ? ctx->config.plan_for : ctx->device;
+    memset(&task, 0, sizeof task);
+    if (ctx->device != FT_META)
+        FT_TRY(ft__kernel_of(call->op, ctx->device, which, &task.kernel));
     if (call->op->scratch) call->op->scratch(call);
     if (call->scratch_bytes)
         FT_TRY(ft__storage_create(ctx, call->scratch_bytes, FT_TAG_ACT, &scratch));
     if (call->workspace_bytes)
         status = ft__storage_create(ctx, call->workspace_bytes, FT_TAG_WORKSPACE, &workspace);
     if (status == FT_OK && ctx->device != FT_META) {
-        task.kernel = kernel;
         task.call = *call;
         task.call.scratch = scratch ? scratch->data : NULL;
         task.call.workspace = workspace ? workspace->data : NULL;
@@ -5860,7 +6006,7 @@ static ft_status ft__op_check(const ft_op *row)
     unsigned ins = FT_IN(row->n_in) - 1, outs = (FT_IN(row->n_out) - 1) << 16, all = ins | outs;
     unsigned saves = 0;
     for (int i = 0; i < FT_OP_MAX_IN; i++) saves |= row->saves[i];
-    if (!row->name || !row->infer || (!row->forward && !row->forward_host))
+    if (!row->name || !row->infer || (!row->forward && !row->forward_host && !row->gpu.forward))
         return ft_error(FT_ERR_ARG, "op %s needs a name, infer, and forward or forward_host", name);
     if (((row->optional | row->grads | row->accumulates) & ~ins) || (row->cheap & ~outs) ||
         ((row->replay_from | saves) & ~all))
@@ -5868,7 +6014,8 @@ static ft_status ft__op_check(const ft_op *row)
                         name);
     if ((row->flags & FT_OP_SPLIT) && (row->flags & ~(unsigned)FT_OP_SPLIT))
         return ft_error(FT_ERR_ARG, "op %s: FT_OP_SPLIT goes with no other flag", name);
-    if (row->grads && !row->backward && !row->backward_host && !(row->flags & FT_OP_GRAD_PASS))
+    if (row->grads && !row->backward && !row->backward_host && !row->gpu.backward &&
+        !(row->flags & FT_OP_GRAD_PASS))
         return ft_error(FT_ERR_ARG, "op %s has gradients but no backward", name);
     if ((row->replay != NULL) != (row->replay_from != 0))
         return ft_error(FT_ERR_ARG, "op %s: replay and replay_from go together", name);
@@ -5945,7 +6092,7 @@ FT_API ft_status ft_op_run(ft_stream *stream, const ft_op *row, ft_tensor *const
     ft_ctx *ctx = stream->ctx;
     ft_op_call call;
     ft_view given[FT_OP_MAX_OUT];
-    if (!ft__op_known(ctx, row) || !row->forward)
+    if (!ft__op_known(ctx, row) || (!row->forward && !row->gpu.forward))
         return ft_error(FT_ERR_ARG, "op %s is not registered here, or has no forward kernel",
                         row->name ? row->name : "?");
     FT_TRY(ft__call_begin(&call, row, in, attr));
@@ -5966,7 +6113,7 @@ FT_API ft_status ft_op_run(ft_stream *stream, const ft_op *row, ft_tensor *const
         call.out[i] = given[i];
     }
     ft__where old = ft__where_set(ctx, "", row->name);
-    ft_status status = ft__exec(ctx, stream, &call, row->forward);
+    ft_status status = ft__exec(ctx, stream, &call, FT__FORWARD);
     ft__where_restore(ctx, old);
     return status;
 }
@@ -6240,7 +6387,7 @@ static ft_status ft__forward(ft_ctx *ctx, ft_op_call *call, ft_tensor **in, ft_t
         if (out[i]) call->out[i] = ft__view(out[i]);
     ft__cost_add(call, &ctx->flops.forward, NULL);
     if (row->forward_host) return ft__forward_host(ctx, call, in, out);
-    return ft__exec(ctx, ft__compute(ctx), call, row->forward);
+    return ft__exec(ctx, ft__compute(ctx), call, FT__FORWARD);
 }
 
 static ft_status ft__apply(ft_ctx *ctx, ft_op_call *call, ft_tensor *const *in, ft_tensor **out)
@@ -6503,7 +6650,7 @@ static ft_status ft__replay_inplace(ft_ctx *ctx, ft_tensor *first, ft_tensor *o)
     copy.op = &ft__op_copy;
     copy.in[0] = ft__view(first);
     copy.out[0] = ft__view(o);
-    return ft__exec(ctx, ft__compute(ctx), &copy, copy.op->forward);
+    return ft__exec(ctx, ft__compute(ctx), &copy, FT__FORWARD);
 }
 
 /* Storage for the outputs that are absent. */
@@ -6542,7 +6689,7 @@ static ft_status ft__replay(ft_tape *tape, ft__node *node)
     ctx->flops.replay += flops;
     if (ctx->probe) ft__probe_replay(ctx, node->segment, flops);
     if (row->forward_host) FT_TRY(ft__forward_host(ctx, &call, node->in, node->out));
-    else FT_TRY(ft__exec(ctx, ft__compute(ctx), &call, cheap ? row->replay : row->forward));
+    else FT_TRY(ft__exec(ctx, ft__compute(ctx), &call, cheap ? FT__REPLAY : FT__FORWARD));
     for (int i = 0; i < row->n_out; i++)
         if (node->out[i]) node->out[i]->keep = 1;
     for (int i = 0; i < row->n_out; i++)
@@ -6749,7 +6896,7 @@ static ft_status ft__backward_kernel(ft_ctx *ctx, ft__node *node, unsigned given
         ctx->composite++;
         status = row->backward_host(ctx, &call, node->in, node->out, dout, g.target);
         ctx->composite--;
-    } else status = ft__exec(ctx, ft__compute(ctx), &call, row->backward);
+    } else status = ft__exec(ctx, ft__compute(ctx), &call, FT__BACKWARD);
     FT_TRY(status);
     node->deferred = 0;
     return ft__grads_finish(node, given, &g);

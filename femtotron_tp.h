@@ -587,9 +587,9 @@ static void ft__tp_give(const ft_view *v, int64_t first, int64_t n, const float 
 }
 
 /* A row of this file that consists of a kernel alone. */
-#define FT__TP_KERNEL(name, n_in, optional, scratch, forward)                                      \
+#define FT__TP_KERNEL(name, n_in, optional, scratch, forward, gpu)                                 \
     {name, n_in, 1, optional, 0, 0, {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0, 0, ft__tp_given, NULL,         \
-     scratch, forward, NULL, NULL, NULL, NULL}
+     scratch, forward, NULL, NULL, NULL, NULL, FT_GPU_KERNELS(gpu, NULL, NULL)}
 
 /* Every row of y[n,O] = or += b[O] (attr i[0]: add). Moves n O elements once or twice. */
 static ft_status ft__tp_bias_forward(const ft_op_call *call)
@@ -605,7 +605,8 @@ static ft_status ft__tp_bias_forward(const ft_op_call *call)
     return FT_OK;
 }
 
-static const ft_op ft__tp_op_bias = FT__TP_KERNEL("tp_bias", 1, 0, NULL, ft__tp_bias_forward);
+static const ft_op ft__tp_op_bias =
+    FT__TP_KERNEL("tp_bias", 1, 0, NULL, ft__tp_bias_forward, ftk_tp_bias);
 
 /* db[O] = or += the sum of the rows of dy[n,O], in row order in fp32 (attr i[0]: add). */
 static ft_status ft__tp_bias_grad_forward(const ft_op_call *call)
@@ -625,8 +626,8 @@ static ft_status ft__tp_bias_grad_forward(const ft_op_call *call)
     return FT_OK;
 }
 
-static const ft_op ft__tp_op_bias_grad = FT__TP_KERNEL("tp_bias_grad", 1, 0, NULL,
-                                                       ft__tp_bias_grad_forward);
+static const ft_op ft__tp_op_bias_grad =
+    FT__TP_KERNEL("tp_bias_grad", 1, 0, NULL, ft__tp_bias_grad_forward, ftk_tp_bias_grad);
 
 static ft_status ft__tp_token_check(int32_t token, int64_t at, int64_t n, int64_t V)
 {
@@ -655,8 +656,8 @@ static ft_status ft__tp_lookup_forward(const ft_op_call *call)
     return FT_OK;
 }
 
-static const ft_op ft__tp_op_lookup = FT__TP_KERNEL("tp_lookup", 2, FT_IN(1), NULL,
-                                                    ft__tp_lookup_forward);
+static const ft_op ft__tp_op_lookup =
+    FT__TP_KERNEL("tp_lookup", 2, FT_IN(1), NULL, ft__tp_lookup_forward, ftk_tp_lookup);
 
 /* A list of positions for each of the table's rows: the head [Vt], the next position [N]. */
 static void ft__tp_lookup_grad_scratch(ft_op_call *call)
@@ -695,9 +696,9 @@ static ft_status ft__tp_lookup_grad_forward(const ft_op_call *call)
     return FT_OK;
 }
 
-static const ft_op ft__tp_op_lookup_grad = FT__TP_KERNEL("tp_lookup_grad", 2, 0,
-                                                         ft__tp_lookup_grad_scratch,
-                                                         ft__tp_lookup_grad_forward);
+static const ft_op ft__tp_op_lookup_grad =
+    FT__TP_KERNEL("tp_lookup_grad", 2, 0, ft__tp_lookup_grad_scratch, ft__tp_lookup_grad_forward,
+                  ftk_tp_lookup_grad);
 
 /* ---- loss */
 
@@ -741,8 +742,9 @@ static ft_status ft__tp_loss_begin_forward(const ft_op_call *call)
     return FT_OK;
 }
 
-static const ft_op ft__tp_op_loss_begin = FT__TP_KERNEL("tp_loss_begin", 3, FT_IN(1) | FT_IN(2),
-                                                        NULL, ft__tp_loss_begin_forward);
+static const ft_op ft__tp_op_loss_begin =
+    FT__TP_KERNEL("tp_loss_begin", 3, FT_IN(1) | FT_IN(2), NULL, ft__tp_loss_begin_forward,
+                  ftk_tp_loss_begin);
 
 /* The label of row k of a chunk that begins at token i[0] of each of several runs of i[2] tokens
    and takes i[1] of each. */
@@ -788,8 +790,8 @@ static ft_status ft__tp_loss_stats_forward(const ft_op_call *call)
     return FT_OK;
 }
 
-static const ft_op ft__tp_op_loss_stats = FT__TP_KERNEL("tp_loss_stats", 2, FT_IN(1), NULL,
-                                                        ft__tp_loss_stats_forward);
+static const ft_op ft__tp_op_loss_stats =
+    FT__TP_KERNEL("tp_loss_stats", 2, FT_IN(1), NULL, ft__tp_loss_stats_forward, ftk_tp_loss_stats);
 
 typedef struct ft__tp_token { /* [V3] of all ranks together */
     float most;
@@ -830,8 +832,8 @@ static ft_status ft__tp_loss_add_forward(const ft_op_call *call)
     return FT_OK;
 }
 
-static const ft_op ft__tp_op_loss_add = FT__TP_KERNEL("tp_loss_add", 2, 0, NULL,
-                                                      ft__tp_loss_add_forward);
+static const ft_op ft__tp_op_loss_add =
+    FT__TP_KERNEL("tp_loss_add", 2, 0, NULL, ft__tp_loss_add_forward, ftk_tp_loss_add);
 
 /* logits[c,rows] become their gradients, factor (exp(z - M)/S - [label]), zero where the token is
    ignored. in: labels, stats[t,c,3], sums. */
@@ -860,8 +862,8 @@ static ft_status ft__tp_loss_grad_forward(const ft_op_call *call)
     return FT_OK;
 }
 
-static const ft_op ft__tp_op_loss_grad = FT__TP_KERNEL("tp_loss_grad", 3, 0, NULL,
-                                                       ft__tp_loss_grad_forward);
+static const ft_op ft__tp_op_loss_grad =
+    FT__TP_KERNEL("tp_loss_grad", 3, 0, NULL, ft__tp_loss_grad_forward, ftk_tp_loss_grad);
 
 /* loss[1] = by * total. in: sums. */
 static ft_status ft__tp_loss_end_forward(const ft_op_call *call)
@@ -872,8 +874,8 @@ static ft_status ft__tp_loss_end_forward(const ft_op_call *call)
     return FT_OK;
 }
 
-static const ft_op ft__tp_op_loss_end = FT__TP_KERNEL("tp_loss_end", 1, 0, NULL,
-                                                      ft__tp_loss_end_forward);
+static const ft_op ft__tp_op_loss_end =
+    FT__TP_KERNEL("tp_loss_end", 1, 0, NULL, ft__tp_loss_end_forward, ftk_tp_loss_end);
 
 /* ------------------------------------------------------------------------------- >>linear.impl */
 
@@ -1084,7 +1086,7 @@ static const ft_op ft__tp_op_column = {
     {FT_IN(1), FT_IN(0), 0, 0, 0, 0, 0, 0},
     0, 0, FT_OP_SPLIT,
     ft__tp_column_infer, ft__tp_column_cost, NULL, NULL, NULL, NULL,
-    ft__tp_column_forward, ft__tp_column_backward
+    ft__tp_column_forward, ft__tp_column_backward, FT_GPU_KERNELS(NULL, NULL, NULL)
 };
 
 static ft_attr ft__tp_attr(const ft_tp *tp, int64_t a, int64_t b)
@@ -1164,7 +1166,7 @@ static const ft_op ft__tp_op_row = {
     {FT_IN(1), FT_IN(0), 0, 0, 0, 0, 0, 0},
     0, 0, FT_OP_SPLIT,
     ft__tp_row_infer, ft__tp_row_cost, NULL, NULL, NULL, NULL,
-    ft__tp_row_forward, ft__tp_row_backward
+    ft__tp_row_forward, ft__tp_row_backward, FT_GPU_KERNELS(NULL, NULL, NULL)
 };
 
 FT_API ft_status ft_tp_row_linear(ft_tp *tp, ft_tensor **y, ft_tensor *x, ft_tensor *w,
@@ -1224,7 +1226,7 @@ static ft_status ft__tp_enter_backward(ft_ctx *ctx, const ft_op_call *call, ft_t
 static const ft_op ft__tp_op_enter = {
     "tp_enter", 1, 1, 0, FT_IN(0), 0, {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0, FT_OP_GRAD_OVER_DOUT,
     ft__tp_enter_infer, ft__tp_move_cost, NULL, NULL, NULL, NULL,
-    ft__tp_enter_forward, ft__tp_enter_backward
+    ft__tp_enter_forward, ft__tp_enter_backward, FT_GPU_KERNELS(NULL, NULL, NULL)
 };
 
 FT_API ft_status ft_tp_enter(ft_tp *tp, ft_tensor **y, ft_tensor *x, int64_t B, int64_t T)
@@ -1252,7 +1254,8 @@ static ft_status ft__tp_leave_forward(ft_ctx *ctx, const ft_op_call *call, ft_te
 static const ft_op ft__tp_op_leave = {
     "tp_leave", 1, 1, 0, FT_IN(0), 0, {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0,
     FT_OP_INPLACE | FT_OP_GRAD_PASS,
-    ft__tp_leave_infer, ft__tp_move_cost, NULL, NULL, NULL, NULL, ft__tp_leave_forward, NULL
+    ft__tp_leave_infer, ft__tp_move_cost, NULL, NULL, NULL, NULL, ft__tp_leave_forward, NULL,
+    FT_GPU_KERNELS(NULL, NULL, NULL)
 };
 
 static ft_status ft__tp_scatter_forward(ft_ctx *ctx, const ft_op_call *call, ft_tensor **in,
@@ -1278,7 +1281,7 @@ static ft_status ft__tp_scatter_backward(ft_ctx *ctx, const ft_op_call *call, ft
 static const ft_op ft__tp_op_scatter = { /* leave, under sequence parallelism */
     "tp_leave", 1, 1, 0, FT_IN(0), 0, {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0, FT_OP_GRAD_OVER_DOUT,
     ft__tp_leave_infer, ft__tp_move_cost, NULL, NULL, NULL, NULL,
-    ft__tp_scatter_forward, ft__tp_scatter_backward
+    ft__tp_scatter_forward, ft__tp_scatter_backward, FT_GPU_KERNELS(NULL, NULL, NULL)
 };
 
 FT_API ft_status ft_tp_leave(ft_tp *tp, ft_tensor **y, ft_tensor *x)
@@ -1397,7 +1400,7 @@ static ft_status ft__tp_embedding_backward(ft_ctx *ctx, const ft_op_call *call, 
 static const ft_op ft__tp_op_embedding = {
     "tp_embedding", 2, 1, 0, FT_IN(1), FT_IN(1), {0, FT_IN(0), 0, 0, 0, 0, 0, 0}, 0, 0, 0,
     ft__tp_embedding_infer, ft__tp_embedding_cost, NULL, NULL, NULL, NULL,
-    ft__tp_embedding_forward, ft__tp_embedding_backward
+    ft__tp_embedding_forward, ft__tp_embedding_backward, FT_GPU_KERNELS(NULL, NULL, NULL)
 };
 
 FT_API ft_status ft_tp_embedding(ft_tp *tp, ft_tensor **y, ft_tensor *tokens, ft_tensor *table,
@@ -1658,7 +1661,7 @@ static const ft_op ft__tp_op_loss = {
      0, 0, 0, 0, 0, 0},
     0, 0, FT_OP_DEFERRED | FT_OP_GRAD_OVER_IN,
     ft__tp_loss_infer, ft__tp_loss_cost, NULL, NULL, NULL, NULL,
-    ft__tp_loss_forward, ft__tp_loss_backward
+    ft__tp_loss_forward, ft__tp_loss_backward, FT_GPU_KERNELS(NULL, NULL, NULL)
 };
 
 FT_API ft_status ft_tp_linear_cross_entropy(ft_tp *tp, ft_tensor **loss, ft_tensor *x, ft_tensor *w,

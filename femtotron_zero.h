@@ -151,6 +151,12 @@ typedef struct ft_zero_optimizer {
     ft_zero_update_fn update;
     int n_state;             /* fp32 numbers kept for each parameter, master not counted */
     double hyper[FT_ZERO_MAX_HYPER];
+    /* The same on FT_GPU, for all elements of a span at once. call: in = gradient, control (fp32 [4];
+       [1] the clip coefficient, [2] zero: leave everything as it is), updates (int32 [1], step);
+       out = weight, the states, and the fp32 master where the weight is bf16 (then it is the master
+       that is updated, and the weight its rounding); f = lr, decay; user = this struct. NULL: the
+       optimizer cannot run there. */
+    ft_status (*gpu)(const ft_op_call *call);
 } ft_zero_optimizer;
 
 FT_API ft_zero_optimizer ft_zero_adamw(double beta1, double beta2, double eps);
@@ -568,6 +574,9 @@ FT_API ft_zero_optimizer ft_zero_adamw(double beta1, double beta2, double eps)
     o.hyper[0] = beta1;
     o.hyper[1] = beta2;
     o.hyper[2] = eps;
+#ifdef FT_CUDA
+    o.gpu = ftk_zero_adamw;
+#endif
     return o;
 }
 
@@ -580,6 +589,9 @@ FT_API ft_zero_optimizer ft_zero_sgd(double momentum, int nesterov)
     o.n_state = momentum > 0 ? 1 : 0;
     o.hyper[0] = momentum;
     o.hyper[1] = nesterov;
+#ifdef FT_CUDA
+    o.gpu = ftk_zero_sgd;
+#endif
     return o;
 }
 
@@ -613,15 +625,19 @@ static ft_status ft__zero_update_run(const ft_op_call *call)
     return FT_OK;
 }
 
-#define FT__ZERO_ROW(name, n_in, n_out, run)                                                       \
-    { name, n_in, n_out, 0, 0, 0, {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0, 0, ft__zero_infer, NULL, NULL,   \
-      run, NULL, NULL, NULL, NULL }
+#define FT__ZERO_ROW(name, n_in, n_out, scratch, run, gpu)                                         \
+    { name, n_in, n_out, 0, 0, 0, {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0, 0, ft__zero_infer, NULL,         \
+      scratch, run, NULL, NULL, NULL, NULL, FT_GPU_KERNELS(gpu, NULL, NULL) }
 
 static const ft_op ft__zero_rows[] = {
-    FT__ZERO_ROW("zero sum of squares", 1, 1, ft__zero_sumsq_run),
-    FT__ZERO_ROW("zero local scalars", 2, 1, ft__zero_local_run),
-    FT__ZERO_ROW("zero control", 1, 2, ft__zero_control_run),
-    FT__ZERO_ROW("zero loss scale", 1, 1, ft__zero_scale_run)
+    FT__ZERO_ROW("zero sum of squares", 1, 1, NULL, ft__zero_sumsq_run,
+                 ftk_zero_sumsq),
+    FT__ZERO_ROW("zero local scalars", 2, 1, NULL, ft__zero_local_run,
+                 ftk_zero_local),
+    FT__ZERO_ROW("zero control", 1, 2, NULL, ft__zero_control_run,
+                 ftk_zero_control),
+    FT__ZERO_ROW("zero loss scale", 1, 1, NULL, ft__zero_scale_run,
+                 ftk_zero_scale)
 };
 
 enum { FT__ROW_SUMSQ = 0, FT__ROW_LOCAL, FT__ROW_CONTROL, FT__ROW_SCALE, FT__ROWS };
@@ -757,6 +773,7 @@ static void ft__zero_update_rows(ft_zero *z)
         row->n_out = 1 + z->config.optimizer.n_state + k;
         row->infer = ft__zero_infer;
         row->forward = ft__zero_update_run;
+        row->gpu.forward = z->config.optimizer.gpu;
     }
 }
 
