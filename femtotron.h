@@ -134,9 +134,11 @@ typedef enum ft_switch { FT_DEFAULT = 0, FT_ON, FT_OFF } ft_switch;
 
 typedef struct ft_config {
     int world;            /* ranks; 0 means 1 */
-    ft_device device;     /* FT_CPU or FT_META */
+    ft_device device;     /* FT_CPU, FT_META or FT_GPU */
     ft_device plan_for;   /* meta: whose workspace to count, FT_CPU (default) or FT_GPU */
     int only_rank;        /* meta: run this rank alone; -1 (ft_config_default) runs every rank */
+    int gpus;             /* FT_GPU: how many to use; 0: all that are visible */
+    int ranks_per_gpu;    /* FT_GPU: the most ranks that share one; 0: as many as it takes */
     size_t memory_limit;  /* bytes of device memory per rank, accounted; 0: no limit */
     int timeline;         /* 1: keep every allocation and free for ft_mem_timeline; 48 bytes each */
     ft_switch async;      /* threads for streams; FT_DEFAULT asks FT_CPU_ASYNC */
@@ -157,6 +159,9 @@ FT_API ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user);
    it. An error of a stream's work fails its rank, whatever fn returns. On meta ranks never wait for
    each other: a few threads run them in turn, and of those that fail the lowest is reported.
    Streams are drained and all that a context owns is freed before the return. */
+
+FT_API ft_status ft_gpu_count(int *gpus);
+/* How many GPUs are visible; 0 in a build without FT_CUDA, or where there is no driver. */
 
 FT_API int ft_rank(const ft_ctx *ctx);
 FT_API int ft_world(const ft_ctx *ctx);
@@ -198,7 +203,10 @@ FT_API ft_status ft_sync(ft_ctx *ctx);
 
 typedef ft_status (*ft_task_fn)(void *arg);
 FT_API ft_status ft_stream_run(ft_stream *stream, ft_task_fn fn, const void *arg, size_t arg_bytes);
-/* Queues fn on a copy of arg. Not called on meta. An error it returns sticks to the stream. */
+/* Queues fn on a copy of arg. Not called on meta. An error it returns sticks to the stream. On
+   FT_GPU fn runs on the host at once, and is to launch its work on ft_stream_native(stream). */
+FT_API void *ft_stream_native(ft_stream *stream);
+/* The cudaStream_t on FT_GPU, NULL elsewhere. */
 
 /* ------------------------------------------------------------------------------------ >>memory */
 
@@ -756,11 +764,10 @@ FTK_DECLARE(tp_loss_add); FTK_DECLARE(tp_loss_grad); FTK_DECLARE(tp_loss_end);
 FT_API ft_status ftk_rows_fill(void *stream, void *y, const void *b, ft_dtype dtype, int64_t n,
                                int64_t o);
 /* Every row of y[n,o] = b[o]. */
-FT_API size_t ftk_rows_sum_bytes(int64_t n, int64_t o);
 FT_API ft_status ftk_rows_sum(void *stream, void *to, ft_dtype to_dtype, const void *dy,
                               ft_dtype dtype, int64_t n, int64_t o, int accumulate,
                               void *workspace);
-/* to[o] = or += the sum of the rows of dy[n,o], in fp32, rounded once; ftk_rows_sum_bytes of
+/* to[o] = or += the sum of the rows of dy[n,o], in fp32, rounded once; ft__rows_sum_bytes of
    workspace. */
 
 typedef struct ftk_ce_state { /* device memory; what the kernels of one pass share */
@@ -847,6 +854,7 @@ struct ft_stream {
     int stop;                 /* the thread ends once the queue is empty; later work runs at once */
     ft_status failed;         /* first error of its work: sticks */
     char text[FT__TEXT_BYTES];
+    struct ft__gpu_stream *gpu; /* FT_GPU: gpu.impl */
 };
 
 typedef struct ft__world ft__world;            /* launch.impl: what the ranks of one launch share */
@@ -875,6 +883,7 @@ struct ft_ctx {
     ft_flops flops;
     uint64_t random;         /* state of ft__delay; under the world's lock */
     struct ft__probe_rank *probe; /* NULL unless ft_sac_fit measures */
+    struct ft__gpu *gpu;     /* FT_GPU: gpu.impl */
 };
 
 /* Parts that call each other across the order of this file. */
@@ -896,6 +905,29 @@ static void ft__probe_end(ft_ctx *ctx, const ft_tape *tape);
 static void ft__probe_replay(ft_ctx *ctx, int segment, double flops);
 static void ft__probe_backward(ft_ctx *ctx, int from, int to);
 static void ft__blas_begin(void);
+
+/* What the parts above the device ask of gpu.impl. Memory is device memory, work is queued on the
+   stream, and none of them waits, but sync and download. */
+enum { FT__GPU_PEERS = 256 };  /* the most ranks of a group on FT_GPU: ftk_sum's limit */
+enum { FT__READY = 0, FT__HALF, FT__DONE, FT__SIGNALS }; /* moments of a collective, events here */
+static ft_status ft__gpu_check(ft_config *config);
+static ft_status ft__gpu_begin(ft_ctx *ctx);
+static void ft__gpu_end(ft_ctx *ctx);
+static uint64_t ft__gpu_record(ft_stream *s);
+static ft_status ft__gpu_wait(ft_stream *s, ft_event event);
+static ft_status ft__gpu_sync(ft_stream *s);
+static ft_status ft__gpu_alloc(ft_ctx *ctx, size_t bytes, void **out);
+static void ft__gpu_free(ft_ctx *ctx, void *block);
+static ft_status ft__gpu_upload(ft_stream *s, void *to, const void *host, size_t bytes);
+static ft_status ft__gpu_download(ft_stream *s, void *host, const void *from, size_t bytes);
+static ft_status ft__gpu_copy(ft_stream *s, void *to, const void *from, size_t bytes);
+static void ft__gpu_call(ft_stream *s, ft_op_call *call);
+static ft_status ft__gpu_sum(ft_stream *s, void *out, ft_dtype dtype, int n, const void *const *in,
+                             int64_t count);
+static ft_status ft__gpu_signals_begin(ft_ctx *ctx, void *signals[FT__SIGNALS]);
+static void ft__gpu_signals_end(void *signals[FT__SIGNALS]);
+static ft_status ft__gpu_signal(ft_stream *s, void *signal);
+static ft_status ft__gpu_await(ft_stream *s, void *signal);
 #ifdef FT_CUDA
 static ft_status ft__gpu_matmul_forward(const ft_op_call *call);
 static ft_status ft__gpu_linear_forward(const ft_op_call *call);
@@ -1108,9 +1140,17 @@ static ft_status ft__config_check(const ft_config *c)
         return ft_error(FT_ERR_ARG, "ft_launch: world is %d, it must be 1 to %d", c->world,
                         FT__MAX_WORLD);
     }
-    if (c->device != FT_CPU && c->device != FT_META) {
-        return ft_error(FT_ERR_ARG, "ft_launch: device %d is neither FT_CPU nor FT_META",
+    if (c->device != FT_CPU && c->device != FT_META && c->device != FT_GPU) {
+        return ft_error(FT_ERR_ARG, "ft_launch: device %d is none of FT_CPU, FT_META and FT_GPU",
                         (int)c->device);
+    }
+    if (c->plan_for != FT_CPU && c->plan_for != FT_GPU) {
+        return ft_error(FT_ERR_ARG, "ft_launch: plan_for is %d, it must be FT_CPU or FT_GPU",
+                        (int)c->plan_for);
+    }
+    if (c->gpus < 0 || c->ranks_per_gpu < 0) {
+        return ft_error(FT_ERR_ARG, "ft_launch: gpus is %d and ranks_per_gpu %d, neither can be "
+                        "negative", c->gpus, c->ranks_per_gpu);
     }
     if (c->only_rank < -1 || c->only_rank >= c->world) {
         return ft_error(FT_ERR_ARG, "ft_launch: only_rank is %d, it must be a rank of the world of "
@@ -1144,6 +1184,7 @@ static ft_status ft__config_resolve(const ft_config *given, ft_config *c)
     *c = *given;
     if (c->world == 0) c->world = 1;
     FT_TRY(ft__config_check(c));
+    if (c->device == FT_GPU) FT_TRY(ft__gpu_check(c));
     if (c->timeout_s == 0) c->timeout_s = 120;
     if (c->delay_us == 0) FT_TRY(ft__env_int("FT_DELAY_US", 60000000, &c->delay_us));
     if (c->async == FT_DEFAULT) {
@@ -1188,6 +1229,7 @@ static void ft__ctx_end(ft_ctx *ctx, int has_memory)
 {
     for (int k = 0; k < FT_STREAM_COUNT; k++) ft__stream_end(&ctx->streams[k]);
     if (has_memory) ft__memory_end(ctx);
+    if (ctx->device == FT_GPU) ft__gpu_end(ctx);
     for (int k = 0; k < FT_STREAM_COUNT; k++) {
         if (!ctx->streams[k].ready) continue;
         pthread_cond_destroy(&ctx->streams[k].changed);
@@ -1214,6 +1256,7 @@ static ft_status ft__ctx_begin(ft__world *world, int rank, ft_ctx **out)
     for (int k = 0; k < FT_STREAM_COUNT && status == FT_OK; k++) {
         status = ft__stream_begin(ctx, (ft_stream_kind)k);
     }
+    if (status == FT_OK && ctx->device == FT_GPU) status = ft__gpu_begin(ctx);
     if (status == FT_OK) status = ft__memory_begin(ctx);
     if (status != FT_OK) {
         ft__ctx_end(ctx, 0);
@@ -1492,6 +1535,10 @@ static int ft__stream_enqueue(ft_stream *s, ft_task_fn fn, const void *arg, size
 
 static void ft__stream_drain(ft_stream *s)
 {
+    if (s->ctx->device == FT_GPU) {
+        (void)ft__gpu_sync(s);
+        return;
+    }
     pthread_mutex_lock(&s->lock);
     while (s->completed != s->queued) pthread_cond_wait(&s->changed, &s->lock);
     pthread_mutex_unlock(&s->lock);
@@ -1539,12 +1586,21 @@ ft_stream *ft_stream_get(ft_ctx *ctx, ft_stream_kind kind)
     return &ctx->streams[kind];
 }
 
+void *ft_stream_native(ft_stream *stream)
+{
+    return stream && stream->gpu ? *(void **)stream->gpu : NULL;
+}
+
 ft_event ft_event_record(ft_stream *stream)
 {
     ft_event event;
     event.stream = stream;
     event.sequence = 0;
     if (!stream) return event;
+    if (stream->ctx->device == FT_GPU) {
+        event.sequence = ft__gpu_record(stream);
+        return event;
+    }
     pthread_mutex_lock(&stream->lock);
     event.sequence = stream->queued;
     pthread_mutex_unlock(&stream->lock);
@@ -1573,6 +1629,10 @@ ft_status ft_stream_wait(ft_stream *stream, ft_event event)
         return ft_error(FT_ERR_ARG, "ft_stream_wait: the event belongs to rank %d, the stream to "
                         "rank %d; ranks are ordered by collectives", event.stream->ctx->rank,
                         stream->ctx->rank);
+    }
+    if (stream->ctx->device == FT_GPU) {
+        if (ft__gpu_wait(stream, event) != FT_OK) return ft__stream_fail(stream, FT_ERR_STATE);
+        return ft__stream_error(stream);
     }
     FT_TRY(ft__stream_push(stream, ft__wait_task, &event, sizeof event, FT__WAITS));
     return ft__stream_error(stream);
@@ -1604,7 +1664,12 @@ ft_status ft_sync(ft_ctx *ctx)
      pass   nobody leaves before all have read.
 
    After `meet` nothing can fail and nobody waits for anything but copies, so move and pass heed
-   neither abort nor timeout; this is what makes it safe to free a buffer on every error path. */
+   neither abort nor timeout; this is what makes it safe to free a buffer on every error path.
+
+   On FT_GPU the hosts meet and pass in the same way, without waiting for their devices: a member
+   signals READY on its stream before it meets, and its stream awaits the others' READY before it
+   reads and their DONE after they have. Every event that a stream waits for was recorded before the
+   wait was queued, so the order of issue is an order in which the devices can do the work. */
 
 enum { FT__AGREE = FT_COLLECTIVE_COUNT }; /* ft_agree's kind among posts */
 
@@ -1631,6 +1696,7 @@ typedef struct ft__message {
     ft_dtype dtype;
     int64_t elems;
     char *data;
+    void *signal;       /* FT_GPU: of a send READY of the sender, then DONE of the receiver */
 } ft__message;
 
 struct ft__comm {
@@ -1643,6 +1709,7 @@ struct ft__comm {
     unsigned char *arrived;   /* [n] the member waits in `meet` */
     ft__post *posts;          /* [n] stable from meet to pass */
     ft__message **inbox;      /* [n] unread messages, oldest first */
+    void *(*signals)[FT__SIGNALS]; /* [n] FT_GPU: each member's events, stable from its joining on */
     int n_arrived, n_passed;
     int exchanging;           /* members inside an exchange */
     uint64_t meets, passes;   /* completed */
@@ -1680,6 +1747,8 @@ static void ft__comms_wake(ft__world *world)
 
 static void ft__comm_free(ft__comm *c)
 {
+    for (int i = 0; c->signals && i < c->n; i++) ft__gpu_signals_end(c->signals[i]);
+    FT_FREE(c->signals);
     FT_FREE(c->name);
     FT_FREE(c->ranks);
     FT_FREE(c->joined);
@@ -1738,8 +1807,9 @@ static ft__comm *ft__comm_create(const char *name, int n, const int *ranks)
     c->arrived = (unsigned char *)ft__zalloc(count);
     c->posts = (ft__post *)ft__zalloc(count * sizeof *c->posts);
     c->inbox = (ft__message **)ft__zalloc(count * sizeof *c->inbox);
+    c->signals = (void *(*)[FT__SIGNALS])ft__zalloc(count * sizeof *c->signals);
     if (!c->name || !c->ranks || !c->joined || !c->busy || !c->arrived || !c->posts ||
-        !c->inbox || ft__cond_init(&c->wake) != 0) {
+        !c->inbox || !c->signals || ft__cond_init(&c->wake) != 0) {
         ft__comm_free(c);
         return NULL;
     }
@@ -1800,6 +1870,9 @@ ft_status ft_group_create(ft_ctx *ctx, const char *name, int n, const int *ranks
     }
     *out = NULL;
     FT_TRY(ft__group_check(ctx, name, n, ranks, &member));
+    if (ctx->device == FT_GPU && n > FT__GPU_PEERS)
+        return ft_error(FT_ERR_UNSUPPORTED, "group \"%s\": %d ranks; on FT_GPU a group has at most "
+                        "%d", name, n, FT__GPU_PEERS);
     ft_group *g = (ft_group *)ft__zalloc(sizeof *g);
     char *copy = ft__strdup(name);
     ft__comm *comm = NULL;
@@ -1820,7 +1893,7 @@ ft_status ft_group_create(ft_ctx *ctx, const char *name, int n, const int *ranks
     while (*at) at = &(*at)->next;
     *at = g;
     *out = g;
-    return FT_OK;
+    return ctx->device == FT_GPU ? ft__gpu_signals_begin(ctx, comm->signals[member]) : FT_OK;
 }
 
 ft_status ft_group_strided(ft_ctx *ctx, const char *name, int first, int stride, int n,
@@ -2103,11 +2176,16 @@ static void ft__sum_store(char *out, const float *sum, ft_dtype dtype, int64_t n
 /* out[count] = the sum over members of elements first..first+count-1 of what they posted: in rank
    order, in fp32, rounded once. out may be this member's own part: a block is read before it is
    written. */
-static void ft__sum(const ft_group *g, int64_t first, int64_t count, char *out)
+static ft_status ft__sum(const ft_group *g, ft_stream *s, int64_t first, int64_t count, char *out)
 {
     float sum[FT__SUM_BLOCK];
     ft_dtype dtype = g->comm->posts[g->rank].dtype;
     int64_t width = (int64_t)ft_dtype_bytes(dtype);
+    if (g->ctx->device == FT_GPU) {
+        const void *in[FT__GPU_PEERS];
+        for (int r = 0; r < g->n; r++) in[r] = g->comm->posts[r].in + first * width;
+        return ft__gpu_sum(s, out, dtype, g->n, in, count);
+    }
     for (int64_t at = 0; at < count; at += FT__SUM_BLOCK) {
         int64_t n = count - at < FT__SUM_BLOCK ? count - at : FT__SUM_BLOCK;
         memset(sum, 0, (size_t)n * sizeof *sum);
@@ -2116,6 +2194,7 @@ static void ft__sum(const ft_group *g, int64_t first, int64_t count, char *out)
         }
         ft__sum_store(out + at * width, sum, dtype, n);
     }
+    return FT_OK;
 }
 
 /* The part of `elems` that member r reduces in an all-reduce. They need not divide evenly: the
@@ -2127,70 +2206,101 @@ static void ft__chunk(int64_t elems, int n, int r, int64_t *first, int64_t *coun
     *count = each + (r < more ? 1 : 0);
 }
 
-static void ft__move_all_gather(const ft_group *g, const ft__post *own)
+static ft_status ft__move(ft_stream *s, char *to, const char *from, size_t bytes)
 {
-    size_t slot = (size_t)(own->elems / g->n) * ft_dtype_bytes(own->dtype);
-    for (int r = 0; r < g->n; r++) {
-        const char *from = g->comm->posts[r].in;
-        char *to = own->out + (size_t)r * slot;
-        if (to != from) memcpy(to, from, slot);
-    }
+    if (to == from || bytes == 0) return FT_OK;
+    if (s->ctx->device == FT_GPU) return ft__gpu_copy(s, to, from, bytes);
+    memcpy(to, from, bytes);
+    return FT_OK;
 }
 
-static void ft__move_all_reduce(ft_group *g, const ft__post *own)
+static ft_status ft__move_all_gather(const ft_group *g, ft_stream *s, const ft__post *own)
+{
+    size_t slot = (size_t)(own->elems / g->n) * ft_dtype_bytes(own->dtype);
+    for (int r = 0; r < g->n; r++)
+        FT_TRY(ft__move(s, own->out + (size_t)r * slot, g->comm->posts[r].in, slot));
+    return FT_OK;
+}
+
+/* A member tells the others' streams that its own has come to this point. */
+static ft_status ft__signal(const ft_group *g, ft_stream *s, int moment)
+{
+    if (s->ctx->device != FT_GPU) return FT_OK;
+    return ft__gpu_signal(s, g->comm->signals[g->rank][moment]);
+}
+
+static ft_status ft__await(const ft_group *g, ft_stream *s, int moment)
+{
+    if (s->ctx->device != FT_GPU) return FT_OK;
+    for (int r = 0; r < g->n; r++)
+        if (r != g->rank) FT_TRY(ft__gpu_await(s, g->comm->signals[r][moment]));
+    return FT_OK;
+}
+
+/* Each member sums its chunk in place; the others take it from there. */
+static ft_status ft__move_all_reduce(ft_group *g, ft_stream *s, const ft__post *own)
 {
     int64_t width = (int64_t)ft_dtype_bytes(own->dtype), first, count;
     ft__chunk(own->elems, g->n, g->rank, &first, &count);
-    ft__sum(g, first, count, own->out + first * width);
+    ft_status status = ft__sum(g, s, first, count, own->out + first * width);
+    if (status == FT_OK) status = ft__signal(g, s, FT__HALF);
     ft__pass(g);
-    for (int r = 0; r < g->n; r++) {
+    if (status == FT_OK) status = ft__await(g, s, FT__HALF);
+    for (int r = 0; r < g->n && status == FT_OK; r++) {
         ft__chunk(own->elems, g->n, r, &first, &count);
-        if (r == g->rank || count == 0) continue;
-        memcpy(own->out + first * width, g->comm->posts[r].in + first * width,
-               (size_t)(count * width));
+        if (r == g->rank) continue;
+        status = ft__move(s, own->out + first * width, g->comm->posts[r].in + first * width,
+                          (size_t)(count * width));
     }
+    return status;
 }
 
 /* A group of one: its only slot is the whole. */
-static void ft__move_alone(const ft__post *own)
+static ft_status ft__move_alone(ft_stream *s, const ft__post *own)
 {
-    if (own->kind != FT_ALL_GATHER && own->kind != FT_REDUCE_SCATTER) return;
-    if (own->out != own->in) {
-        memcpy(own->out, own->in, (size_t)own->elems * ft_dtype_bytes(own->dtype));
-    }
+    if (own->kind != FT_ALL_GATHER && own->kind != FT_REDUCE_SCATTER) return FT_OK;
+    return ft__move(s, own->out, own->in, (size_t)own->elems * ft_dtype_bytes(own->dtype));
+}
+
+static ft_status ft__move_kind(ft_group *g, ft_stream *s, const ft__post *own)
+{
+    int64_t count = own->elems / g->n;
+    if (own->kind == FT_ALL_GATHER) return ft__move_all_gather(g, s, own);
+    if (own->kind == FT_REDUCE_SCATTER) return ft__sum(g, s, count * g->rank, count, own->out);
+    if (own->kind == FT_ALL_REDUCE) return ft__move_all_reduce(g, s, own);
+    if (own->kind == FT_BROADCAST && g->rank != own->root)
+        return ft__move(s, own->out, g->comm->posts[own->root].in,
+                        (size_t)own->elems * ft_dtype_bytes(own->dtype));
+    return FT_OK;
 }
 
 typedef struct ft__job {
     ft_group *group;
+    ft_stream *stream;
     ft__post post;
 } ft__job;
 
-/* A collective, on its stream's thread. */
+/* A collective, on its stream's thread. Whatever becomes of the moving, all pass. */
 static ft_status ft__collective_task(void *arg)
 {
     ft__job *job = (ft__job *)arg;
     ft_group *g = job->group;
+    ft_stream *s = job->stream;
     const ft__post *own = &job->post;
     ft__delay(g->ctx);
-    if (g->n == 1) {
-        ft__move_alone(own);
-        return FT_OK;
-    }
+    if (g->n == 1) return ft__move_alone(s, own);
+    FT_TRY(ft__signal(g, s, FT__READY));
     FT_TRY(ft__meet(g, own));
-    if (own->kind == FT_ALL_GATHER) {
-        ft__move_all_gather(g, own);
-    } else if (own->kind == FT_REDUCE_SCATTER) {
-        int64_t count = own->elems / g->n;
-        ft__sum(g, count * g->rank, count, own->out);
-    } else if (own->kind == FT_ALL_REDUCE) {
-        ft__move_all_reduce(g, own);
-    } else if (own->kind == FT_BROADCAST && g->rank != own->root) {
-        memcpy(own->out, g->comm->posts[own->root].in,
-               (size_t)own->elems * ft_dtype_bytes(own->dtype));
+    ft_status status = ft__await(g, s, FT__READY);
+    if (status == FT_OK || own->kind == FT_ALL_REDUCE) {
+        ft_status moved = ft__move_kind(g, s, own);
+        if (status == FT_OK) status = moved;
     }
-    if (own->kind != FT_BARRIER) ft__pass(g);
+    if (status == FT_OK) status = ft__signal(g, s, FT__DONE);
+    ft__pass(g);
+    if (status == FT_OK) status = ft__await(g, s, FT__DONE);
     ft__comm_leave(g);
-    return FT_OK;
+    return status;
 }
 
 /* -- calls: checked and counted on the host, on meta too -- */
@@ -2271,6 +2381,7 @@ static ft_status ft__collective(ft_group *g, ft_stream *stream, const ft__post *
 {
     ft__job job;
     job.group = g;
+    job.stream = stream;
     job.post = *post;
     g->last = stream;
     g->traffic.calls[post->kind]++;
@@ -2380,6 +2491,7 @@ ft_status ft_agree(ft_group *group, const char *what, uint64_t value)
 
 typedef struct ft__exchange { /* its messages follow */
     ft_group *group;
+    ft_stream *stream;
     int64_t n;
 } ft__exchange;
 
@@ -2446,9 +2558,18 @@ static ft__message *ft__message_find(const ft__comm *c, const ft__message *m)
     return found;
 }
 
+/* The data of `sent` into m. Afterwards the sender finds in it what its stream is to await. */
+static ft_status ft__message_move(ft_group *g, ft_stream *s, ft__message *m, ft__message *sent)
+{
+    if (s->ctx->device == FT_GPU) FT_TRY(ft__gpu_await(s, sent->signal));
+    FT_TRY(ft__move(s, m->data, sent->data, (size_t)m->elems * ft_dtype_bytes(m->dtype)));
+    sent->signal = g->comm->signals[g->rank][FT__DONE];
+    return ft__signal(g, s, FT__DONE);
+}
+
 /* Receives m. World locked, but not while the data moves: the sender cannot withdraw a message that
    is being read. */
-static ft_status ft__message_receive(ft_group *g, ft__message *m)
+static ft_status ft__message_receive(ft_group *g, ft_stream *s, ft__message *m)
 {
     ft__comm *c = g->comm;
     struct timespec deadline = ft__deadline(g->ctx->config.timeout_s);
@@ -2467,15 +2588,15 @@ static ft_status ft__message_receive(ft_group *g, ft__message *m)
     ft__message_unlink(c, sent);
     sent->state = FT__READING;
     pthread_mutex_unlock(&g->ctx->world->lock);
-    memcpy(m->data, sent->data, (size_t)m->elems * ft_dtype_bytes(m->dtype));
+    ft_status status = ft__message_move(g, s, m, sent);
     pthread_mutex_lock(&g->ctx->world->lock);
     sent->state = FT__READ;
     pthread_cond_broadcast(&c->wake);
-    return FT_OK;
+    return status;
 }
 
 /* Waits until a message of ours was read. After a failure the unread ones are taken back. */
-static ft_status ft__message_finish(ft_group *g, ft__message *m, ft_status status)
+static ft_status ft__message_finish(ft_group *g, ft_stream *s, ft__message *m, ft_status status)
 {
     ft__comm *c = g->comm;
     struct timespec deadline = ft__deadline(g->ctx->config.timeout_s);
@@ -2485,24 +2606,26 @@ static ft_status ft__message_finish(ft_group *g, ft__message *m, ft_status statu
     }
     if (m->state == FT__UNREAD) ft__message_unlink(c, m);
     while (m->state == FT__READING) pthread_cond_wait(&c->wake, &g->ctx->world->lock);
+    if (status == FT_OK && s->ctx->device == FT_GPU) status = ft__gpu_await(s, m->signal);
     return status;
 }
 
-static ft_status ft__exchange_locked(ft_group *g, ft__message *messages, int64_t n)
+static ft_status ft__exchange_locked(ft_group *g, ft_stream *s, ft__message *messages, int64_t n)
 {
     ft__comm *c = g->comm;
     FT_TRY(ft__comm_enter(g));
     c->exchanging++;
     for (int64_t i = 0; i < n; i++) {
+        messages[i].signal = c->signals[g->rank][FT__READY];
         if (messages[i].is_send) ft__message_post(c, &messages[i]);
     }
     pthread_cond_broadcast(&c->wake);
     ft_status status = FT_OK;
     for (int64_t i = 0; i < n && status == FT_OK; i++) {
-        if (!messages[i].is_send) status = ft__message_receive(g, &messages[i]);
+        if (!messages[i].is_send) status = ft__message_receive(g, s, &messages[i]);
     }
     for (int64_t i = 0; i < n; i++) {
-        if (messages[i].is_send) status = ft__message_finish(g, &messages[i], status);
+        if (messages[i].is_send) status = ft__message_finish(g, s, &messages[i], status);
     }
     c->exchanging--;
     c->busy[g->rank] = 0;
@@ -2514,8 +2637,9 @@ static ft_status ft__exchange_task(void *arg)
     ft__exchange *x = (ft__exchange *)arg;
     ft_group *g = x->group;
     ft__delay(g->ctx);
+    FT_TRY(ft__signal(g, x->stream, FT__READY));
     pthread_mutex_lock(&g->ctx->world->lock);
-    ft_status status = ft__exchange_locked(g, (ft__message *)(void *)(x + 1), x->n);
+    ft_status status = ft__exchange_locked(g, x->stream, (ft__message *)(void *)(x + 1), x->n);
     pthread_mutex_unlock(&g->ctx->world->lock);
     return status;
 }
@@ -2581,6 +2705,7 @@ ft_status ft_exchange(ft_group *group, ft_stream *stream, int n, const ft_p2p *o
                         group->name, bytes);
     }
     x->group = group;
+    x->stream = stream;
     x->n = n;
     ft__exchange_fill(group, n, ops, (ft__message *)(void *)(x + 1));
     group->last = stream;
@@ -2745,6 +2870,10 @@ static ft_status ft__storage_create(ft_ctx *ctx, size_t bytes, ft_tag tag, ft_st
     st->tag = tag;
     st->refs = 1;
     ft_status status = ft__account_check(ctx, st);
+    if (status == FT_OK && ctx->device == FT_GPU) {
+        status = ft__gpu_alloc(ctx, st->accounted_bytes, &st->block);
+        st->data = st->block;
+    }
     if (status == FT_OK && ctx->device == FT_CPU) {
         st->block = FT_MALLOC(bytes + 63);
         if (!st->block) {
@@ -2756,7 +2885,8 @@ static ft_status ft__storage_create(ft_ctx *ctx, size_t bytes, ft_tag tag, ft_st
     }
     if (status == FT_OK) status = ft__account_alloc(ctx, st);
     if (status != FT_OK) {
-        if (st->block) FT_FREE(st->block);
+        if (st->block && ctx->device == FT_GPU) ft__gpu_free(ctx, st->block);
+        else if (st->block) FT_FREE(st->block);
         FT_FREE(st);
         return status;
     }
@@ -2790,7 +2920,9 @@ static void ft__storage_release(ft_storage *st, ft_stream *last)
     s->live[st->tag] -= st->accounted_bytes;
     ctx->memory->n_live--;
     if (ctx->config.timeline) ft__timeline_add(ctx, st, -(int64_t)st->accounted_bytes);
-    if (st->block) {
+    if (st->block && ctx->device == FT_GPU) {
+        ft__gpu_free(ctx, st->block);
+    } else if (st->block) {
         ft__free_task task;
         task.block = st->block;
         task.data = st->data;
@@ -3378,11 +3510,25 @@ static void ft__linear_cost(const ft_op_call *call, double *flops, double *bytes
              (double)ft__view_rows(x) * (double)w->shape[0] * (double)ft_dtype_bytes(x->dtype);
 }
 
+/* On FT_GPU a product may use this much, whatever its shape: cuBLASLt's advice for Hopper. */
+#define FT__GPU_GEMM_BYTES ((size_t)32 << 20)
+
+/* Workspace of ftk_rows_sum: partial sums of up to 128 groups of rows. */
+static size_t ft__rows_sum_bytes(int64_t n, int64_t o)
+{
+    return (size_t)ft__min(n, 128) * (size_t)o * sizeof(float);
+}
+
 static void ft__linear_scratch(ft_op_call *call)
 {
     const ft_view *x = &call->in[0], *w = &call->in[1], *dy = &call->dout[0];
     int64_t n = ft__view_rows(x), i = w->shape[1], o = w->shape[0];
     size_t *most = &call->workspace_bytes;
+    if (call->device == FT_GPU) {
+        *most = FT__GPU_GEMM_BYTES;
+        if (call->backward && call->din[2].present) ft__max_bytes(most, ft__rows_sum_bytes(n, o));
+        return;
+    }
     if (!call->backward)
         ft__max_bytes(most, ft__gemm_workspace_bytes(n, o, i, x->dtype, w->dtype, x->dtype));
     if (call->backward && call->din[0].present)
@@ -3492,6 +3638,10 @@ static void ft__matmul_cost(const ft_op_call *call, double *flops, double *bytes
 static void ft__matmul_scratch(ft_op_call *call)
 {
     ft__mat A = ft__mat_of(&call->in[0], call->attr.i[0] != 0);
+    if (call->device == FT_GPU) {
+        call->workspace_bytes = FT__GPU_GEMM_BYTES;
+        return;
+    }
     call->workspace_bytes = ft__gemm_workspace_bytes(A.rows, ft__view_cols(&call->out[0]), A.cols,
                                                      call->in[0].dtype, call->in[1].dtype,
                                                      call->out[0].dtype);
@@ -3628,11 +3778,32 @@ static ft__ce_parts ft__ce_layout(const ft_op_call *call)
     return part;
 }
 
+/* The same on FT_GPU: what the kernels share, a loss for each token, fp32 dw, the GEMMs. */
+typedef struct ft__ce_gpu_parts { size_t state, losses, dw; } ft__ce_gpu_parts;
+
+static ft__ce_gpu_parts ft__ce_gpu_layout(const ft_op_call *call)
+{
+    ft__ce_gpu_parts part;
+    int64_t rows = ft__view_rows(&call->in[0]);
+    const ft_view *dw = &call->din[1];
+    part.state = FT_ALIGN_BYTES;
+    part.losses = ft_accounted_bytes((size_t)rows * sizeof(float));
+    part.dw = 0;
+    if (call->backward && dw->present && dw->dtype == FT_BF16 && ft__ce_chunk(call) < rows)
+        part.dw = ft_accounted_bytes((size_t)ft__view_elems(dw) * sizeof(float));
+    return part;
+}
+
 static void ft__ce_scratch(ft_op_call *call)
 {
     const ft_view *x = &call->in[0], *w = &call->in[1];
-    ft__ce_parts part = ft__ce_layout(call);
     call->scratch_bytes = (size_t)(ft__ce_chunk(call) * w->shape[0]) * ft_dtype_bytes(x->dtype);
+    if (call->device == FT_GPU) {
+        ft__ce_gpu_parts gpu = ft__ce_gpu_layout(call);
+        call->workspace_bytes = gpu.state + gpu.losses + gpu.dw + FT__GPU_GEMM_BYTES;
+        return;
+    }
+    ft__ce_parts part = ft__ce_layout(call);
     call->workspace_bytes = part.dw + part.row + part.gemm;
 }
 
@@ -5854,6 +6025,7 @@ FT_API ft_status ft_upload(ft_tensor *tensor, const void *host)
     task.ctx = ctx;
     task.to = ft_data(tensor);
     task.bytes = ft_bytes(tensor);
+    if (ctx->device == FT_GPU) return ft__gpu_upload(ft__compute(ctx), task.to, host, task.bytes);
     if (!ft__async(ctx)) { /* runs at once: no copy of the bytes to queue */
         ft__delay(ctx);
         memcpy(task.to, host, task.bytes);
@@ -5875,6 +6047,8 @@ FT_API ft_status ft_download(const ft_tensor *tensor, void *host)
     FT_TRY(ft__readable((ft_tensor *)(uintptr_t)tensor, "ft_download"));
     FT_TRY(ft_stream_sync(ft__compute(ctx)));
     if (ctx->device == FT_META) memset(host, 0, ft_bytes(tensor));
+    else if (ctx->device == FT_GPU)
+        return ft__gpu_download(ft__compute(ctx), host, ft_data(tensor), ft_bytes(tensor));
     else memcpy(host, ft_data(tensor), ft_bytes(tensor));
     return FT_OK;
 }
@@ -5974,6 +6148,7 @@ static ft_status ft__exec(ft_ctx *ctx, ft_stream *stream, ft_op_call *call, int 
         task.call = *call;
         task.call.scratch = scratch ? scratch->data : NULL;
         task.call.workspace = workspace ? workspace->data : NULL;
+        ft__gpu_call(stream, &task.call);
         status = ft_stream_run(stream, ft__call_run, &task, sizeof task);
     }
     if (workspace) ft__storage_release(workspace, stream);
@@ -7571,6 +7746,687 @@ FT_API ft_status ft_sac_fit(ft_sac_budget *budget)
     FT_FREE(probe.rank);
     return status;
 }
+
+/* ---------------------------------------------------------------------------------- >>gpu.impl
+
+   FT_GPU: what the parts above ask of the device, and the ops whose work is a GEMM. A rank has a
+   stream for each ft_stream, one cuBLASLt handle, a ring of pinned host memory for uploads, and a
+   few words in which kernels note faults. Ranks that share a GPU share its context and nothing
+   else. */
+
+#ifdef FT_CUDA
+
+#include <cuda_runtime.h>
+#include <cublasLt.h>
+
+/* GEMM: cuBLASLt's own recommendation for Hopper; the same everywhere, so that the heuristic's
+   choice depends on nothing but the shape. */
+enum { FT__GPU_SLOTS = 32, FT__GPU_SLOT_BYTES = 256 << 10, FT__GPU_EVENTS = 256 };
+
+struct ft__gpu_stream {
+    cudaStream_t native;                  /* first: ft_stream_native */
+    cudaEvent_t events[FT__GPU_EVENTS];   /* of sequence q in [(q - 1) % FT__GPU_EVENTS] */
+    uint64_t recorded;
+};
+
+/* A choice of algorithm, kept for each kind of product that a rank meets. */
+typedef struct ft__gpu_key {
+    int64_t m, n, k, lda, ldb, ldc;
+    int32_t ta, tb, tc, trans_a, trans_b, align_a, align_b, align_c;
+} ft__gpu_key;
+
+typedef struct ft__gpu_plan {
+    struct ft__gpu_plan *next;
+    ft__gpu_key key;
+    cublasLtMatmulDesc_t desc;
+    cublasLtMatrixLayout_t a, b, c;
+    cublasLtMatmulAlgo_t algo;
+} ft__gpu_plan;
+
+enum { FT__GPU_BUCKETS = 256 };
+
+struct ft__gpu {
+    int device;
+    struct ft__gpu_stream streams[FT_STREAM_COUNT];
+    cublasLtHandle_t blas;
+    ft__gpu_plan *plans[FT__GPU_BUCKETS];
+    char *slots[FT__GPU_SLOTS];           /* pinned; made when first used */
+    cudaEvent_t slot_events[FT__GPU_SLOTS];
+    int slot;                             /* the next to use */
+    uint64_t *fault, *fault_host;         /* [2 FTK_FAULTS] device, pinned */
+};
+
+static ft_status ft__gpu_error(cudaError_t error, const char *what)
+{
+    return ft_error(error == cudaErrorMemoryAllocation ? FT_ERR_OOM : FT_ERR_STATE,
+                    "%s failed on the GPU: %s (%s)", what, cudaGetErrorString(error),
+                    cudaGetErrorName(error));
+}
+
+#define FT__CUDA(call)                                                                             \
+    do {                                                                                           \
+        cudaError_t ft__cuda_error = (call);                                                       \
+        if (ft__cuda_error != cudaSuccess) return ft__gpu_error(ft__cuda_error, #call);            \
+    } while (0)
+
+static cudaStream_t ft__native(const ft_stream *s) { return s->gpu->native; }
+
+ft_status ft_gpu_count(int *gpus)
+{
+    *gpus = 0;
+    cudaError_t error = cudaGetDeviceCount(gpus);
+    if (error == cudaSuccess) return FT_OK;
+    *gpus = 0;
+    (void)cudaGetLastError();
+    if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver) return FT_OK;
+    return ft__gpu_error(error, "cudaGetDeviceCount");
+}
+
+/* How many GPUs a launch uses, and whether its ranks find room on them. */
+static ft_status ft__gpu_check(ft_config *c)
+{
+    int have = 0;
+    FT_TRY(ft_gpu_count(&have));
+    if (have == 0)
+        return ft_error(FT_ERR_UNSUPPORTED, "ft_launch: no GPU is visible (driver missing or too "
+                        "old, or CUDA_VISIBLE_DEVICES is empty); FT_CPU runs the same program");
+    if (c->gpus > have)
+        return ft_error(FT_ERR_ARG, "ft_launch: %d GPUs asked for, %d visible", c->gpus, have);
+    if (c->gpus == 0) c->gpus = have < c->world ? have : c->world;
+    int each = (c->world + c->gpus - 1) / c->gpus;
+    if (c->ranks_per_gpu && each > c->ranks_per_gpu)
+        return ft_error(FT_ERR_ARG, "ft_launch: %d ranks on %d GPUs are %d on one, more than "
+                        "ranks_per_gpu %d", c->world, c->gpus, each, c->ranks_per_gpu);
+    return FT_OK;
+}
+
+/* Ranks in blocks: neighbours share a GPU before they spread. */
+static int ft__gpu_of(const ft_config *c, int rank)
+{
+    return (int)((int64_t)rank * c->gpus / c->world);
+}
+
+/* The local transport reads peers' buffers where they are. */
+static ft_status ft__gpu_peers(const ft_config *c, int device)
+{
+    for (int other = 0; other < c->gpus; other++) {
+        int can = 0;
+        if (other == device) continue;
+        FT__CUDA(cudaDeviceCanAccessPeer(&can, device, other));
+        if (!can)
+            return ft_error(FT_ERR_UNSUPPORTED, "GPU %d cannot read the memory of GPU %d: ranks of "
+                            "one process need peer access; use one GPU", device, other);
+        cudaError_t error = cudaDeviceEnablePeerAccess(other, 0);
+        if (error == cudaErrorPeerAccessAlreadyEnabled) (void)cudaGetLastError();
+        else FT__CUDA(error);
+    }
+    return FT_OK;
+}
+
+static ft_status ft__gpu_stream_begin(ft_ctx *ctx, int kind, int priority)
+{
+    struct ft__gpu_stream *s = &ctx->gpu->streams[kind];
+    FT__CUDA(cudaStreamCreateWithPriority(&s->native, cudaStreamNonBlocking, priority));
+    for (int i = 0; i < FT__GPU_EVENTS; i++)
+        FT__CUDA(cudaEventCreateWithFlags(&s->events[i], cudaEventDisableTiming));
+    ctx->streams[kind].gpu = s;
+    return FT_OK;
+}
+
+/* Traffic goes before compute: what others wait for should not queue behind what they do not. */
+static ft_status ft__gpu_begin(ft_ctx *ctx)
+{
+    int least, greatest;
+    size_t fault_bytes = 2 * FTK_FAULTS * sizeof(uint64_t);
+    struct ft__gpu *g = (struct ft__gpu *)ft_host_alloc(ctx, sizeof *g);
+    if (!g) return FT_ERR_OOM;
+    ctx->gpu = g;
+    g->device = ft__gpu_of(&ctx->config, ctx->rank);
+    FT__CUDA(cudaSetDevice(g->device));
+    FT_TRY(ft__gpu_peers(&ctx->config, g->device));
+    FT__CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    for (int k = 0; k < FT_STREAM_COUNT; k++)
+        FT_TRY(ft__gpu_stream_begin(ctx, k, k == FT_STREAM_COMPUTE ? least : greatest));
+    if (cublasLtCreate(&g->blas) != CUBLAS_STATUS_SUCCESS)
+        return ft_error(FT_ERR_UNSUPPORTED, "cublasLtCreate failed: is this GPU supported by the "
+                        "installed cuBLASLt?");
+    FT__CUDA(cudaMalloc((void **)&g->fault, fault_bytes));
+    FT__CUDA(cudaMallocHost((void **)&g->fault_host, fault_bytes));
+    memset(g->fault_host, 0xff, fault_bytes);
+    FT__CUDA(cudaMemset(g->fault, 0xff, fault_bytes));
+    FT__CUDA(cudaDeviceSynchronize()); /* before streams that do not wait for the default one */
+    return FT_OK;
+}
+
+static void ft__gpu_plan_free(ft__gpu_plan *p)
+{
+    if (p->desc) cublasLtMatmulDescDestroy(p->desc);
+    if (p->a) cublasLtMatrixLayoutDestroy(p->a);
+    if (p->b) cublasLtMatrixLayoutDestroy(p->b);
+    if (p->c) cublasLtMatrixLayoutDestroy(p->c);
+    FT_FREE(p);
+}
+
+static void ft__gpu_end(ft_ctx *ctx)
+{
+    struct ft__gpu *g = ctx->gpu;
+    if (!g) return;
+    for (int k = 0; k < FT_STREAM_COUNT; k++) {
+        for (int i = 0; i < FT__GPU_EVENTS; i++)
+            if (g->streams[k].events[i]) cudaEventDestroy(g->streams[k].events[i]);
+        if (g->streams[k].native) cudaStreamDestroy(g->streams[k].native);
+    }
+    for (int i = 0; i < FT__GPU_BUCKETS; i++)
+        while (g->plans[i]) {
+            ft__gpu_plan *p = g->plans[i];
+            g->plans[i] = p->next;
+            ft__gpu_plan_free(p);
+        }
+    for (int i = 0; i < FT__GPU_SLOTS; i++) {
+        if (g->slot_events[i]) cudaEventDestroy(g->slot_events[i]);
+        if (g->slots[i]) cudaFreeHost(g->slots[i]);
+    }
+    if (g->blas) cublasLtDestroy(g->blas);
+    if (g->fault) cudaFree(g->fault);
+    if (g->fault_host) cudaFreeHost(g->fault_host);
+    ctx->gpu = NULL;
+}
+
+/* ---- order */
+
+/* An error here shows at the next synchronisation: the stream then is of no use anyway. */
+static uint64_t ft__gpu_record(ft_stream *s)
+{
+    uint64_t sequence = ++s->gpu->recorded;
+    (void)cudaEventRecord(s->gpu->events[(sequence - 1) % FT__GPU_EVENTS], ft__native(s));
+    return sequence;
+}
+
+/* An event that has left the ring is waited for through the oldest that is still in it. */
+static ft_status ft__gpu_wait(ft_stream *s, ft_event event)
+{
+    struct ft__gpu_stream *of = event.stream->gpu;
+    uint64_t sequence = event.sequence;
+    if (sequence == 0) return FT_OK;
+    if (of->recorded >= FT__GPU_EVENTS && sequence <= of->recorded - FT__GPU_EVENTS)
+        sequence = of->recorded - FT__GPU_EVENTS + 1;
+    FT__CUDA(cudaStreamWaitEvent(ft__native(s), of->events[(sequence - 1) % FT__GPU_EVENTS], 0));
+    return FT_OK;
+}
+
+static ft_status ft__gpu_fault(const struct ft__gpu *g)
+{
+    static const char *const ops[FTK_FAULTS] = {"embedding: token", "linear_cross_entropy: label",
+        "tp_embedding: token", "tp_linear_cross_entropy: label"};
+    for (int k = 0; k < FTK_FAULTS; k++) {
+        uint64_t at = g->fault_host[2 * k];
+        if (at == UINT64_MAX) continue;
+        return ft_error(FT_ERR_DATA, "%s %d at position %llu is outside the vocabulary 0..%lld",
+                        ops[k], (int)(int32_t)(uint32_t)at, (unsigned long long)(at >> 32),
+                        (long long)g->fault_host[2 * k + 1] - 1);
+    }
+    return FT_OK;
+}
+
+static ft_status ft__gpu_sync_run(ft_stream *s)
+{
+    struct ft__gpu *g = s->ctx->gpu;
+    FT__CUDA(cudaMemcpyAsync(g->fault_host, g->fault, 2 * FTK_FAULTS * sizeof(uint64_t),
+                             cudaMemcpyDeviceToHost, ft__native(s)));
+    FT__CUDA(cudaStreamSynchronize(ft__native(s)));
+    return ft__gpu_fault(g);
+}
+
+static ft_status ft__gpu_sync(ft_stream *s)
+{
+    ft_status status = s->gpu && s->ctx->gpu->fault_host ? ft__gpu_sync_run(s) : FT_OK;
+    return status == FT_OK ? FT_OK : ft__stream_fail(s, status);
+}
+
+static void ft__gpu_call(ft_stream *s, ft_op_call *call)
+{
+    call->stream = s->gpu ? (void *)ft__native(s) : NULL;
+    call->fault = s->ctx->gpu ? s->ctx->gpu->fault : NULL;
+}
+
+/* ---- memory and copies */
+
+static ft_status ft__gpu_alloc(ft_ctx *ctx, size_t bytes, void **out)
+{
+    size_t free_bytes = 0, total_bytes = 0;
+    cudaError_t error = cudaMalloc(out, bytes);
+    if (error == cudaSuccess) return FT_OK;
+    (void)cudaGetLastError();
+    *out = NULL;
+    if (error != cudaErrorMemoryAllocation) return ft__gpu_error(error, "cudaMalloc");
+    (void)cudaMemGetInfo(&free_bytes, &total_bytes);
+    return ft_error(FT_ERR_OOM, "GPU %d has no %zu bytes for %s: %zu free of %zu",
+                    ctx->gpu->device, bytes, ft__where_text(ctx), free_bytes, total_bytes);
+}
+
+static void ft__gpu_free(ft_ctx *ctx, void *block)
+{
+    (void)ctx;
+    (void)cudaFree(block);
+}
+
+static ft_status ft__gpu_copy(ft_stream *s, void *to, const void *from, size_t bytes)
+{
+    FT__CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, ft__native(s)));
+    return FT_OK;
+}
+
+/* The next slot of the ring, once the copy that used it last is over. */
+static ft_status ft__gpu_slot(struct ft__gpu *g, int *slot)
+{
+    *slot = g->slot;
+    g->slot = (g->slot + 1) % FT__GPU_SLOTS;
+    if (g->slots[*slot]) {
+        FT__CUDA(cudaEventSynchronize(g->slot_events[*slot]));
+        return FT_OK;
+    }
+    FT__CUDA(cudaMallocHost((void **)&g->slots[*slot], FT__GPU_SLOT_BYTES));
+    FT__CUDA(cudaEventCreateWithFlags(&g->slot_events[*slot], cudaEventDisableTiming));
+    return FT_OK;
+}
+
+/* Through pinned memory: `host` is free at once, and the host waits only for a slot that is still
+   in flight, FT__GPU_SLOTS uploads ago. */
+static ft_status ft__gpu_upload(ft_stream *s, void *to, const void *host, size_t bytes)
+{
+    struct ft__gpu *g = s->ctx->gpu;
+    FT_TRY(ft__stream_error(s));
+    ft__delay(s->ctx);
+    for (size_t at = 0; at < bytes; at += FT__GPU_SLOT_BYTES) {
+        size_t part = bytes - at, most = FT__GPU_SLOT_BYTES;
+        if (part > most) part = most;
+        int slot;
+        FT_TRY(ft__gpu_slot(g, &slot));
+        memcpy(g->slots[slot], (const char *)host + at, part);
+        FT__CUDA(cudaMemcpyAsync((char *)to + at, g->slots[slot], part, cudaMemcpyHostToDevice,
+                                 ft__native(s)));
+        FT__CUDA(cudaEventRecord(g->slot_events[slot], ft__native(s)));
+    }
+    return FT_OK;
+}
+
+static ft_status ft__gpu_download(ft_stream *s, void *host, const void *from, size_t bytes)
+{
+    FT__CUDA(cudaMemcpyAsync(host, from, bytes, cudaMemcpyDeviceToHost, ft__native(s)));
+    FT__CUDA(cudaStreamSynchronize(ft__native(s)));
+    return FT_OK;
+}
+
+static ft_status ft__gpu_sum(ft_stream *s, void *out, ft_dtype dtype, int n, const void *const *in,
+                             int64_t count)
+{
+    return count ? ftk_sum(ft__native(s), out, dtype, n, in, count) : FT_OK;
+}
+
+static ft_status ft__gpu_signals_begin(ft_ctx *ctx, void *signals[FT__SIGNALS])
+{
+    (void)ctx;
+    for (int i = 0; i < FT__SIGNALS; i++) {
+        cudaEvent_t event = NULL;
+        FT__CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+        signals[i] = event;
+    }
+    return FT_OK;
+}
+
+static void ft__gpu_signals_end(void *signals[FT__SIGNALS])
+{
+    for (int i = 0; i < FT__SIGNALS; i++)
+        if (signals[i]) cudaEventDestroy((cudaEvent_t)signals[i]);
+}
+
+static ft_status ft__gpu_signal(ft_stream *s, void *signal)
+{
+    FT__CUDA(cudaEventRecord((cudaEvent_t)signal, ft__native(s)));
+    return FT_OK;
+}
+
+static ft_status ft__gpu_await(ft_stream *s, void *signal)
+{
+    FT__CUDA(cudaStreamWaitEvent(ft__native(s), (cudaEvent_t)signal, 0));
+    return FT_OK;
+}
+
+/* ---- GEMM
+
+   cuBLASLt counts in columns: a row-major X[r,c] is its X^T. So C[m,n] = A B is asked for as
+   C^T = B^T A^T, with B as its first operand. An operand whose columns lie together (cs = 1) then
+   goes in as it is, one whose rows do (rs = 1) transposed. */
+
+static ft_status ft__blas_error(cublasStatus_t status, const char *what, const ft__gpu_key *key)
+{
+    return ft_error(FT_ERR_UNSUPPORTED, "%s: cuBLASLt says %s for m %lld, n %lld, k %lld, %s x %s "
+                    "-> %s", what, cublasLtGetStatusString(status), (long long)key->m,
+                    (long long)key->n, (long long)key->k, ft_dtype_name((ft_dtype)key->ta),
+                    ft_dtype_name((ft_dtype)key->tb), ft_dtype_name((ft_dtype)key->tc));
+}
+
+#define FT__BLAS(call, key)                                                                        \
+    do {                                                                                           \
+        cublasStatus_t ft__blas_status = (call);                                                   \
+        if (ft__blas_status != CUBLAS_STATUS_SUCCESS)                                              \
+            return ft__blas_error(ft__blas_status, #call, key);                                    \
+    } while (0)
+
+static int32_t ft__gpu_align(const void *address, int64_t ld, ft_dtype t)
+{
+    uintptr_t bits = (uintptr_t)address | (uintptr_t)(ld * (int64_t)ft_dtype_bytes(t)) | 256u;
+    return (int32_t)(bits & (~bits + 1u));
+}
+
+static cudaDataType_t ft__gpu_type(int32_t t) { return t == FT_BF16 ? CUDA_R_16BF : CUDA_R_32F; }
+
+static ft_status ft__gpu_layouts(ft__gpu_plan *p)
+{
+    const ft__gpu_key *q = &p->key;
+    cublasOperation_t ta = q->trans_a ? CUBLAS_OP_T : CUBLAS_OP_N;
+    cublasOperation_t tb = q->trans_b ? CUBLAS_OP_T : CUBLAS_OP_N;
+    uint64_t m = (uint64_t)q->m, n = (uint64_t)q->n, k = (uint64_t)q->k;
+    FT__BLAS(cublasLtMatmulDescCreate(&p->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), q);
+    FT__BLAS(cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_TRANSA, &tb, sizeof tb),
+             q);
+    FT__BLAS(cublasLtMatmulDescSetAttribute(p->desc, CUBLASLT_MATMUL_DESC_TRANSB, &ta, sizeof ta),
+             q);
+    FT__BLAS(cublasLtMatrixLayoutCreate(&p->b, ft__gpu_type(q->tb), q->trans_b ? k : n,
+                                        q->trans_b ? n : k, q->ldb), q);
+    FT__BLAS(cublasLtMatrixLayoutCreate(&p->a, ft__gpu_type(q->ta), q->trans_a ? m : k,
+                                        q->trans_a ? k : m, q->lda), q);
+    FT__BLAS(cublasLtMatrixLayoutCreate(&p->c, ft__gpu_type(q->tc), n, m, q->ldc), q);
+    return FT_OK;
+}
+
+/* The heuristic's first candidate: the same for the same shape, chip and library. */
+static ft_status ft__gpu_choose(struct ft__gpu *g, ft__gpu_plan *p)
+{
+    const ft__gpu_key *q = &p->key;
+    cublasLtMatmulPreference_t want = NULL;
+    cublasLtMatmulHeuristicResult_t found;
+    uint64_t bytes = FT__GPU_GEMM_BYTES;
+    uint32_t align[3];
+    int n = 0;
+    align[0] = (uint32_t)q->align_b;
+    align[1] = (uint32_t)q->align_a;
+    align[2] = (uint32_t)q->align_c;
+    FT__BLAS(cublasLtMatmulPreferenceCreate(&want), q);
+    (void)cublasLtMatmulPreferenceSetAttribute(want, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
+                                               &bytes, sizeof bytes);
+    (void)cublasLtMatmulPreferenceSetAttribute(
+        want, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, &align[0], 4);
+    (void)cublasLtMatmulPreferenceSetAttribute(
+        want, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, &align[1], 4);
+    (void)cublasLtMatmulPreferenceSetAttribute(
+        want, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, &align[2], 4);
+    (void)cublasLtMatmulPreferenceSetAttribute(
+        want, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align[2], 4);
+    cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(g->blas, p->desc, p->b, p->a, p->c, p->c,
+                                                           want, 1, &found, &n);
+    (void)cublasLtMatmulPreferenceDestroy(want);
+    if (status == CUBLAS_STATUS_SUCCESS && n == 0) status = CUBLAS_STATUS_NOT_SUPPORTED;
+    FT__BLAS(status, q);
+    p->algo = found.algo;
+    return FT_OK;
+}
+
+static ft_status ft__gpu_plan_get(struct ft__gpu *g, const ft__gpu_key *key, ft__gpu_plan **out)
+{
+    const unsigned char *byte = (const unsigned char *)key;
+    uint32_t hash = 2166136261u;
+    for (size_t i = 0; i < sizeof *key; i++) hash = (hash ^ byte[i]) * 16777619u;
+    ft__gpu_plan **at = &g->plans[hash % FT__GPU_BUCKETS];
+    for (ft__gpu_plan *p = *at; p; p = p->next)
+        if (memcmp(&p->key, key, sizeof *key) == 0) {
+            *out = p;
+            return FT_OK;
+        }
+    ft__gpu_plan *p = (ft__gpu_plan *)ft__zalloc(sizeof *p);
+    if (!p) return ft_error(FT_ERR_OOM, "no host memory for a GEMM's plan");
+    p->key = *key;
+    ft_status status = ft__gpu_layouts(p);
+    if (status == FT_OK) status = ft__gpu_choose(g, p);
+    if (status != FT_OK) {
+        ft__gpu_plan_free(p);
+        return status;
+    }
+    p->next = *at;
+    *out = *at = p;
+    return FT_OK;
+}
+
+/* C[m,n] = or += A[m,k] B[k,n], with the strides of ft__gemm. workspace: FT__GPU_GEMM_BYTES. */
+static ft_status ft__gpu_gemm(const ft_op_call *call, int64_t m, int64_t n, int64_t k,
+                              const void *a, ft_dtype ta, int64_t a_rs, int64_t a_cs,
+                              const void *b, ft_dtype tb, int64_t b_rs, int64_t b_cs, void *c,
+                              ft_dtype tc, int64_t ldc, int accumulate, void *workspace)
+{
+    float one = 1, beta = accumulate ? 1.0f : 0.0f;
+    ft__gpu_plan *p = NULL;
+    ft__gpu_key key;
+    if (ta != tb || (ta == FT_F32 && tc != FT_F32))
+        return ft_error(FT_ERR_UNSUPPORTED, "%s: a product %s x %s -> %s: on FT_GPU both factors "
+                        "have one dtype, and fp32 ones an fp32 result; convert with ft_copy",
+                        call->op->name, ft_dtype_name(ta), ft_dtype_name(tb), ft_dtype_name(tc));
+    memset(&key, 0, sizeof key);
+    key.m = m;
+    key.n = n;
+    key.k = k;
+    key.trans_a = a_cs != 1;
+    key.trans_b = b_cs != 1;
+    key.lda = key.trans_a ? (k > 1 ? a_cs : m) : (m > 1 ? a_rs : k);
+    key.ldb = key.trans_b ? (n > 1 ? b_cs : k) : (k > 1 ? b_rs : n);
+    key.ldc = m > 1 ? ldc : n;
+    key.ta = (int32_t)ta;
+    key.tb = (int32_t)tb;
+    key.tc = (int32_t)tc;
+    key.align_a = ft__gpu_align(a, key.lda, ta);
+    key.align_b = ft__gpu_align(b, key.ldb, tb);
+    key.align_c = ft__gpu_align(c, key.ldc, tc);
+    FT_TRY(ft__gpu_plan_get(call->ctx->gpu, &key, &p));
+    FT__BLAS(cublasLtMatmul(call->ctx->gpu->blas, p->desc, &one, b, p->b, a, p->a, &beta, c, p->c,
+                            c, p->c, &p->algo, workspace, FT__GPU_GEMM_BYTES,
+                            (cudaStream_t)call->stream), &key);
+    return FT_OK;
+}
+
+static ft_status ft__gpu_matmul_forward(const ft_op_call *call)
+{
+    const ft_view *a = &call->in[0], *b = &call->in[1], *c = &call->out[0];
+    ft__mat A = ft__mat_of(a, call->attr.i[0] != 0), B = ft__mat_of(b, call->attr.i[1] != 0);
+    return ft__gpu_gemm(call, A.rows, B.cols, A.cols, a->data, a->dtype, A.rs, A.cs, b->data,
+                        b->dtype, B.rs, B.cs, c->data, c->dtype, B.cols, call->attr.i[2] != 0,
+                        call->workspace);
+}
+
+static ft_status ft__gpu_linear_forward(const ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *w = &call->in[1], *b = &call->in[2], *y = &call->out[0];
+    int64_t n = ft__view_rows(x), i = w->shape[1], o = w->shape[0];
+    if (b->present) FT_TRY(ftk_rows_fill(call->stream, y->data, b->data, y->dtype, n, o));
+    return ft__gpu_gemm(call, n, o, i, x->data, x->dtype, i, 1, w->data, w->dtype, 1, i, y->data,
+                        y->dtype, o, b->present, call->workspace);
+}
+
+static ft_status ft__gpu_zero_grads(const ft_op_call *call)
+{
+    for (int i = 0; i < call->op->n_in; i++) {
+        const ft_view *d = &call->din[i];
+        if (d->present && !call->accumulate[i])
+            FT__CUDA(cudaMemsetAsync(d->data, 0, (size_t)ft__view_elems(d) *
+                                     ft_dtype_bytes(d->dtype), (cudaStream_t)call->stream));
+    }
+    return FT_OK;
+}
+
+static ft_status ft__gpu_linear_backward(const ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *w = &call->in[1], *dy = &call->dout[0];
+    const ft_view *dx = &call->din[0], *dw = &call->din[1], *db = &call->din[2];
+    int64_t n = ft__view_rows(x), i = w->shape[1], o = w->shape[0];
+    if (!dy->present) return ft__gpu_zero_grads(call);
+    if (dw->present)
+        FT_TRY(ft__gpu_gemm(call, o, i, n, dy->data, dy->dtype, 1, o, x->data, x->dtype, i, 1,
+                            dw->data, dw->dtype, i, call->accumulate[1], call->workspace));
+    if (db->present)
+        FT_TRY(ftk_rows_sum(call->stream, db->data, db->dtype, dy->data, dy->dtype, n, o,
+                            call->accumulate[2], call->workspace));
+    if (dx->present)
+        FT_TRY(ft__gpu_gemm(call, n, i, o, dy->data, dy->dtype, o, 1, w->data, w->dtype, i, 1,
+                            dx->data, dx->dtype, i, call->accumulate[0], call->workspace));
+    return FT_OK;
+}
+
+/* ---- linear_cross_entropy: the chunks of ft__ce_chunks, with scalars that stay on the device */
+
+typedef struct ft__gpu_ce { /* its workspace, part by part */
+    ftk_ce_state *state;
+    float *losses;          /* [N] */
+    float *dw;              /* [V,C] fp32, NULL where din[1] is summed into directly */
+    void *gemm;
+} ft__gpu_ce;
+
+static ft_status ft__gpu_ce_chunk(const ft_op_call *call, const ft__gpu_ce *ce, int64_t first,
+                                  int64_t c, int grads)
+{
+    const ft_view *x = &call->in[0], *w = &call->in[1], *dx = &call->din[0], *dw = &call->din[1];
+    int64_t V = w->shape[0], C = w->shape[1];
+    ft_dtype t = x->dtype;
+    const void *rows = ft__at_const(x->data, t, first * C);
+    void *z = call->scratch;
+    FT_TRY(ft__gpu_gemm(call, c, V, C, rows, t, C, 1, w->data, t, 1, C, z, t, V, 0, ce->gemm));
+    FT_TRY(ftk_ce_tokens(call->stream, z, t, (const int32_t *)call->in[2].data + first, c, V,
+                         ce->state, ce->losses + first, grads));
+    if (grads && dw->present)
+        FT_TRY(ft__gpu_gemm(call, V, C, c, z, t, 1, V, rows, t, C, 1,
+                            ce->dw ? (void *)ce->dw : dw->data, ce->dw ? FT_F32 : dw->dtype, C,
+                            first > 0 || (!ce->dw && call->accumulate[1]), ce->gemm));
+    if (grads && dx->present)
+        FT_TRY(ft__gpu_gemm(call, c, C, V, z, t, V, 1, w->data, t, C, 1,
+                            ft__at(dx->data, dx->dtype, first * C), dx->dtype, C,
+                            call->accumulate[0], ce->gemm));
+    return FT_OK;
+}
+
+/* dw (bf16) = or += its fp32 sum: the kernels of copy and accumulate do it. */
+static ft_status ft__gpu_ce_dw(const ft_op_call *call, const ft__gpu_ce *ce)
+{
+    ft_op_call give = *call;
+    give.in[0] = call->in[1];
+    give.in[0].dtype = FT_F32;
+    give.in[0].data = ce->dw;
+    give.in[1] = give.out[0] = call->din[1];
+    return call->accumulate[1] ? ftk_accumulate_forward(&give) : ftk_copy_forward(&give);
+}
+
+static ft_status ft__gpu_ce_run(const ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *labels = &call->in[2], *scale = &call->in[3];
+    const ft_view *dloss = &call->dout[0];
+    int64_t n = ft__view_rows(x), V = call->in[1].shape[0], chunk = ft__ce_chunk(call);
+    int grads = call->backward && (call->din[0].present || call->din[1].present);
+    char *room = (char *)call->workspace;
+    ft__ce_gpu_parts part = ft__ce_gpu_layout(call);
+    ft__gpu_ce ce;
+    ce.state = (ftk_ce_state *)(void *)room;
+    ce.losses = (float *)(void *)(room + part.state);
+    ce.dw = part.dw ? (float *)(void *)(room + part.state + part.losses) : NULL;
+    ce.gemm = room + part.state + part.losses + part.dw;
+    FT_TRY(ftk_ce_begin(call->stream, ce.state, (const int32_t *)labels->data, n, V,
+                        scale->present ? (const float *)scale->data : NULL,
+                        dloss->present ? (const float *)dloss->data : NULL, call->fault));
+    for (int64_t first = 0; first < n; first += chunk)
+        FT_TRY(ft__gpu_ce_chunk(call, &ce, first, ft__min(chunk, n - first), grads));
+    if (ce.dw) FT_TRY(ft__gpu_ce_dw(call, &ce));
+    if (call->backward && !call->deferred) return FT_OK;
+    return ftk_ce_end(call->stream, ce.losses, n, ce.state, (float *)call->out[0].data);
+}
+
+#else /* no FT_CUDA: ft_launch refuses the device, and nothing below is reached */
+
+static ft_status ft__gpu_none(void)
+{
+    return ft_error(FT_ERR_UNSUPPORTED, "this program was built without FT_CUDA: build it with "
+                    "nvcc -DFT_CUDA and link femtotron_kernels.cu, or use FT_CPU");
+}
+
+ft_status ft_gpu_count(int *gpus)
+{
+    *gpus = 0;
+    return FT_OK;
+}
+
+static ft_status ft__gpu_check(ft_config *c) { (void)c; return ft__gpu_none(); }
+static ft_status ft__gpu_begin(ft_ctx *ctx) { (void)ctx; return ft__gpu_none(); }
+static void ft__gpu_end(ft_ctx *ctx) { (void)ctx; }
+static uint64_t ft__gpu_record(ft_stream *s) { (void)s; return 0; }
+static ft_status ft__gpu_sync(ft_stream *s) { (void)s; return ft__gpu_none(); }
+static void ft__gpu_free(ft_ctx *ctx, void *block) { (void)ctx; (void)block; }
+static void ft__gpu_call(ft_stream *s, ft_op_call *call) { (void)s; (void)call; }
+static void ft__gpu_signals_end(void *signals[FT__SIGNALS]) { (void)signals; }
+
+static ft_status ft__gpu_wait(ft_stream *s, ft_event event)
+{
+    (void)s;
+    (void)event;
+    return ft__gpu_none();
+}
+
+static ft_status ft__gpu_alloc(ft_ctx *ctx, size_t bytes, void **out)
+{
+    (void)ctx;
+    (void)bytes;
+    (void)out;
+    return ft__gpu_none();
+}
+
+static ft_status ft__gpu_copy(ft_stream *s, void *to, const void *from, size_t bytes)
+{
+    (void)s;
+    (void)to;
+    (void)from;
+    (void)bytes;
+    return ft__gpu_none();
+}
+
+static ft_status ft__gpu_upload(ft_stream *s, void *to, const void *host, size_t bytes)
+{
+    return ft__gpu_copy(s, to, host, bytes);
+}
+
+static ft_status ft__gpu_download(ft_stream *s, void *host, const void *from, size_t bytes)
+{
+    return ft__gpu_copy(s, host, from, bytes);
+}
+
+static ft_status ft__gpu_sum(ft_stream *s, void *out, ft_dtype dtype, int n, const void *const *in,
+                             int64_t count)
+{
+    (void)dtype;
+    (void)n;
+    return ft__gpu_copy(s, out, in, (size_t)count);
+}
+
+static ft_status ft__gpu_signals_begin(ft_ctx *ctx, void *signals[FT__SIGNALS])
+{
+    (void)ctx;
+    (void)signals;
+    return ft__gpu_none();
+}
+
+static ft_status ft__gpu_signal(ft_stream *s, void *signal)
+{
+    return ft__gpu_copy(s, signal, NULL, 0);
+}
+
+static ft_status ft__gpu_await(ft_stream *s, void *signal)
+{
+    return ft__gpu_copy(s, signal, NULL, 0);
+}
+
+#endif /* FT_CUDA */
 
 #endif /* FEMTOTRON_IMPLEMENTATION_DONE */
 #endif /* FEMTOTRON_IMPLEMENTATION */
