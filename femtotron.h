@@ -162,6 +162,9 @@ FT_API ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user);
 
 FT_API ft_status ft_gpu_count(int *gpus);
 /* How many GPUs are visible; 0 in a build without FT_CUDA, or where there is no driver. */
+#define FT_GPU_NAME_BYTES 256
+FT_API ft_status ft_gpu_name(int gpu, char name[FT_GPU_NAME_BYTES]);
+/* What the driver calls it: "NVIDIA H200". */
 
 FT_API int ft_rank(const ft_ctx *ctx);
 FT_API int ft_world(const ft_ctx *ctx);
@@ -7822,6 +7825,14 @@ ft_status ft_gpu_count(int *gpus)
     return ft__gpu_error(error, "cudaGetDeviceCount");
 }
 
+ft_status ft_gpu_name(int gpu, char name[FT_GPU_NAME_BYTES])
+{
+    struct cudaDeviceProp properties;
+    FT__CUDA(cudaGetDeviceProperties(&properties, gpu));
+    snprintf(name, FT_GPU_NAME_BYTES, "%s", properties.name);
+    return FT_OK;
+}
+
 /* How many GPUs a launch uses, and whether its ranks find room on them. */
 static ft_status ft__gpu_check(ft_config *c)
 {
@@ -8356,6 +8367,13 @@ ft_status ft_gpu_count(int *gpus)
 {
     *gpus = 0;
     return FT_OK;
+}
+
+ft_status ft_gpu_name(int gpu, char name[FT_GPU_NAME_BYTES])
+{
+    (void)gpu;
+    name[0] = 0;
+    return ft__gpu_none();
 }
 
 static ft_status ft__gpu_check(ft_config *c) { (void)c; return ft__gpu_none(); }

@@ -2,11 +2,14 @@
 
    Build:  cc -std=c11 -O3 -march=native -I. examples/train_llama.c -o train_llama -lm -lpthread
    Run:    ./train_llama --data *.h --dp 4 --zero-stage 3 --sac selective --steps 300
+   GPU:    nvcc -O3 -DFT_CUDA -I. examples/train_llama.c femtotron_kernels.cu -o train_llama \
+               -arch=native -lcublasLt     (make cuda does the same)
    Plan:   ./train_llama --device meta --dp 8 --zero-stage 3 --sac full --hidden 4096 --layers 32
 
    How it is built: one table of options drives parsing and --help. main() checks everything that
    can be checked, plans the memory by running one step on the device `meta`, then trains. Plan and
    run are the same function, rank_main(): only the device differs. Read train_step() first.
+   With --device cuda every rank is a thread too, and any number of them may share a GPU.
 
    LETTERS  B batch (a micro-batch of one dp rank), T tokens of a sequence, V vocabulary, M
    micro-batches of a step, R ranks = dp * tp * pp. A step sees dp * B * M sequences.
@@ -45,7 +48,8 @@ enum { EXIT_USAGE = 2 };
 typedef struct paths { const char *const *path; int n; } paths;
 
 typedef struct settings {
-    int64_t device; /* ft_device */
+    int64_t device; /* ft_device; DEVICE_AUTO until it is resolved */
+    int64_t gpus, ranks_per_gpu;
     int64_t dp, tp, pp, sequence_parallel, schedule, virtual_stages;
     const char *pp_layers; /* NULL: uniform */
     int64_t zero_stage, prefetch, reduce_overlap, keep_gathered, shard_ranks;
@@ -67,6 +71,7 @@ typedef struct settings {
     int64_t sample, hash, verbose, help;
 } settings;
 
+enum { DEVICE_AUTO = 3 }; /* the words before it are the ft_device of the same value */
 enum { SAC_BUDGET = 3 }; /* the words before it are the ft_sac_kind of the same value */
 
 typedef enum option_kind {
@@ -95,9 +100,14 @@ typedef struct option {
 #define MANY ((int64_t)1 << 24)
 
 static const option options[] = {
-    {"--device", TAKES_WORD, "cpu|meta", AT(device), 0, 0, "cpu",
-     "cpu trains. meta prints the plan of every rank's memory and traffic:\n"
-     "any size of model, without storage, kernels or data"},
+    {"--device", TAKES_WORD, "cpu|meta|cuda|auto", AT(device), 0, 0, "auto",
+     "cpu and cuda train; auto is cuda where this program was built for it and a GPU is\n"
+     "there, cpu elsewhere. meta prints the plan of every rank's memory and traffic: any\n"
+     "size of model, without storage, kernels or data"},
+    {"--gpus", TAKES_INT, "N", AT(gpus), 0, 1024, "0",
+     "GPUs of this machine to use; 0: all, but no more than ranks"},
+    {"--ranks-per-gpu", TAKES_INT, "R", AT(ranks_per_gpu), 0, 4096, "0",
+     "the most ranks that may share a GPU; 0: as many as it takes"},
     {"--dp", TAKES_INT, "R", AT(dp), 1, 1024, "1", "data-parallel ranks, each a thread"},
     {"--tp", TAKES_INT, "R", AT(tp), 1, 1024, "1",
      "tensor-parallel ranks that share each layer; must divide heads, kv heads and\n"
@@ -362,6 +372,7 @@ static void print_help(void) {
 
 typedef struct rank_result { /* written by its own rank, read when all have ended */
     ft_mem_stats memory;
+    double step_flops; /* forward and backward of the first step, replays not counted */
     int64_t sent[FT_COLLECTIVE_COUNT]; /* bytes, all groups, all steps */
 } rank_result;
 
@@ -380,6 +391,8 @@ typedef struct job {
     int live;                     /* progress as one line that is written over */
     int32_t *text;                /* [prompt + N]: the prompt, then what the model appends */
     int64_t prompt;
+    double step_flops;            /* all ranks' together, as planned */
+    double peak_flops;            /* of the GPUs in use, a second; 0: not known */
     int line_open;                /* the live line is not ended yet */
     ft_zero_report report;
     double first_loss, eval_loss, seconds;
@@ -604,16 +617,28 @@ static void print_bar(const job *work, int64_t step) {
     printf("\r[%.*s%.*s] ", done, "####################", WIDTH - done, "....................");
 }
 
+/* Model FLOPs utilisation (Chowdhery et al. 2022, appendix B): the step's forward and backward over
+   what the chips could do; "" on the CPU, ? for a chip that the table does not know. */
+static const char *utilisation(const job *work, double seconds, char text[32]) {
+    text[0] = '\0';
+    if (work->set->device != FT_GPU) return text;
+    if (work->peak_flops <= 0 || seconds <= 0) snprintf(text, 32, " | MFU ?");
+    else snprintf(text, 32, " | MFU %.1f%%", 100 * work->step_flops / seconds / work->peak_flops);
+    return text;
+}
+
 static ft_status report_step(job *work, const trainer *t, int64_t step, double lr, double seconds) {
+    char text[32];
     int64_t tokens = tokens_of_step(work->set);
     double rate = (double)tokens / (seconds > 1e-9 ? seconds : 1e-9);
     ft_mem_stats memory;
     ft_mem_get(t->ctx, &memory);
     if (step == 1) work->first_loss = work->report.loss;
     if (work->live) print_bar(work, step);
-    printf("step %lld/%lld | loss %.4f | norm %.4f | lr %.3g | %.0f tok/s | peak %.2f MiB%s",
+    printf("step %lld/%lld | loss %.4f | norm %.4f | lr %.3g | %.0f tok/s%s | peak %.2f MiB%s",
            (long long)step, (long long)work->steps, work->report.loss, work->report.grad_norm, lr,
-           rate, mib(memory.peak_bytes), work->live ? " " : "\n");
+           rate, utilisation(work, seconds, text), mib(memory.peak_bytes),
+           work->live ? " " : "\n");
     work->line_open = work->live;
     fflush(stdout);
     if (!work->log) return FT_OK;
@@ -661,6 +686,11 @@ static ft_status train(trainer *t) {
         ft_zero_report report;
         FT_TRY(train_step(t, step, lr));
         FT_TRY(ft_zero_report_get(t->zero, &report)); /* waits for the step to be over */
+        if (step == 0) {
+            ft_flops flops;
+            ft_flops_get(t->ctx, &flops);
+            work->results[ft_rank(t->ctx)].step_flops = flops.forward + flops.backward;
+        }
         if (work->sampler && ft_rank(t->ctx) == 0) {
             work->report = report;
             FT_TRY(report_step(work, t, step + 1, lr, now_s() - step_begin));
@@ -792,6 +822,9 @@ static ft_status launch(job *work, ft_device device) {
     ft_config config = ft_config_default();
     config.world = rank_count(work->set);
     config.device = device;
+    config.plan_for = work->set->device == FT_GPU ? FT_GPU : FT_CPU;
+    config.gpus = (int)work->set->gpus;
+    config.ranks_per_gpu = (int)work->set->ranks_per_gpu;
     return ft_launch(&config, rank_main, work);
 }
 
@@ -933,8 +966,44 @@ typedef struct program { /* what main() opens and must close */
     rank_result *plan, *run;    /* [R] */
     ft_io_log *log;
     ft_io_json *memory_json;
+    double peak_flops;          /* of the GPUs in use; 0: not known, or none */
     int line_open;              /* a live line is to be ended before an error is printed */
 } program;
+
+/* Dense peaks of the makers' data sheets in TFLOP/s: bf16 with fp32 sums, and fp32. */
+static double chip_peak(const char *name, ft_dtype dtype) {
+    static const struct { const char *name; double bf16, fp32; } chips[] = {
+        {"H100 PCIe", 756, 51}, {"H100 NVL", 835, 60}, {"H100", 989, 67}, {"H200", 989, 67},
+        {"GH200", 989, 67}, {"B200", 2250, 75}, {"A100", 312, 19.5}, {"A800", 312, 19.5},
+        {"L40S", 362, 91.6}, {"L4", 121, 30.3}, {"RTX 4090", 165, 82.6},
+        {"RTX 3090", 71, 35.6}, {"A10", 125, 31.2}
+    };
+    size_t i;
+    for (i = 0; i < sizeof chips / sizeof chips[0]; i++)
+        if (strstr(name, chips[i].name))
+            return 1e12 * (dtype == FT_BF16 ? chips[i].bf16 : chips[i].fp32);
+    return 0;
+}
+
+/* Decides what `auto` is, and says what the run takes. */
+static ft_status choose_device(program *p) {
+    settings *set = &p->set;
+    int gpus = 0, ranks = rank_count(set);
+    char name[FT_GPU_NAME_BYTES];
+    FT_TRY(ft_gpu_count(&gpus));
+    if (set->device == DEVICE_AUTO) set->device = gpus > 0 ? FT_GPU : FT_CPU;
+    if (set->device != FT_GPU && (set->gpus || set->ranks_per_gpu))
+        return ft_error(FT_ERR_ARG, "--gpus and --ranks-per-gpu need --device cuda");
+    if (set->device == FT_CPU)
+        printf("device  cpu, %d ranks as threads%s\n", ranks, gpus ? "" : ", no GPU in use");
+    if (set->device != FT_GPU) return FT_OK;
+    FT_TRY(ft_gpu_name(0, name));
+    if (set->gpus) gpus = (int)set->gpus;
+    if (gpus > ranks) gpus = ranks;
+    p->peak_flops = gpus * chip_peak(name, (ft_dtype)set->dtype);
+    printf("device  cuda, %d ranks as threads on %d x %s\n", ranks, gpus, name);
+    return FT_OK;
+}
 
 static void model_config(const settings *set, ft_llama_config *model) {
     *model = ft_llama_config_default();
@@ -1077,7 +1146,7 @@ static ft_status open_inputs(program *p) {
     FT_TRY(check_layout(p));
     FT_TRY(open_data(p, batch));
     FT_TRY(check_outputs(set));
-    if (set->log_path && set->device == FT_CPU) FT_TRY(ft_io_log_open(set->log_path, 0, &p->log));
+    if (set->log_path && set->device != FT_META) FT_TRY(ft_io_log_open(set->log_path, 0, &p->log));
     p->sac = (ft_sac *)calloc((size_t)set->layers, sizeof *p->sac);
     p->plan = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->plan);
     p->run = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->run);
@@ -1185,8 +1254,8 @@ static ft_status make_plan(program *p) {
     return FT_OK;
 }
 
-static ft_status train_on_cpu(program *p) {
-    int ranks = rank_count(&p->set), wrong;
+static ft_status train_for_real(program *p) {
+    int ranks = rank_count(&p->set), wrong, r;
     ft_status status;
     job work = job_create(p);
     work.sampler = &p->sampler;
@@ -1196,8 +1265,10 @@ static ft_status train_on_cpu(program *p) {
     work.text = p->text;
     work.prompt = p->prompt;
     work.live = isatty(STDOUT_FILENO);
+    work.peak_flops = p->peak_flops;
+    for (r = 0; r < ranks; r++) work.step_flops += p->plan[r].step_flops;
     putchar('\n');
-    status = launch(&work, FT_CPU);
+    status = launch(&work, (ft_device)p->set.device);
     p->line_open = work.line_open;
     FT_TRY(status);
     if (work.eval) printf("\nvalidation loss %.4f\n", work.eval_loss);
@@ -1232,10 +1303,11 @@ static ft_status plan_on_meta(program *p) {
 static ft_status run_program(program *p) {
     int meta = p->set.device == FT_META;
     FT_TRY(open_inputs(p));
+    FT_TRY(choose_device(p));
     print_settings(p);
     if (p->set.verbose) FT_TRY(print_layout(p));
     FT_TRY(make_plan(p));
-    FT_TRY(meta ? plan_on_meta(p) : train_on_cpu(p));
+    FT_TRY(meta ? plan_on_meta(p) : train_for_real(p));
     if (!p->set.memory_json_path) return FT_OK;
     FT_TRY(ft_io_json_open(p->set.memory_json_path, &p->memory_json));
     write_memory_json(p->memory_json, rank_count(&p->set), meta ? p->plan : p->run);
@@ -1297,7 +1369,7 @@ int main(int argc, char **argv) {
         print_help();
         return output_written() ? EXIT_SUCCESS : EXIT_FAILURE;
     }
-    if (p.set.device == FT_CPU && p.set.data.n == 0) {
+    if (p.set.device != FT_META && p.set.data.n == 0) {
         bad("--data is missing: training needs files");
         return EXIT_USAGE;
     }
