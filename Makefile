@@ -4,6 +4,7 @@
 #   CBLAS=1           the trainer's GEMMs call OpenBLAS; default 0, the built-in loops
 #   JOBS=N            compilers at a time when tests are built
 #   TEST_TIMEOUT=N    seconds after which a test program is killed and counts as failed
+#   NVCC=..., GPU_ARCH="..."   for make cuda: the compiler (default nvcc), and its -gencode flags
 #   TESTS="..."       test programs by name, without directory: make test TESTS=test_io
 
 ifeq ($(origin CC),default)
@@ -68,6 +69,23 @@ endif
 build/train_llama: examples/train_llama.c $(HEADERS) | compiler ## the single-file trainer
 	$(strip $(CC) -std=c11 -I. -O3 $(native) $(TRAINER_FEATURES) $< -o $@ $(TRAINER_LIBS) \
 	    $(SYSTEM_LIBS))
+
+# The trainer for GPUs: machine code for Ampere and Hopper, and PTX that the driver compiles for others.
+NVCC ?= nvcc
+GPU_ARCH ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90a,code=sm_90a \
+    -gencode arch=compute_90,code=compute_90
+
+.PHONY: cuda
+cuda: build/train_llama_cuda ## the single-file trainer for GPUs (needs the CUDA Toolkit)
+
+build/femtotron_kernels.o: femtotron_kernels.cu femtotron.h
+	@mkdir -p $(@D)
+	@command -v $(NVCC) >/dev/null || { echo "error: $(NVCC) is not here: install the CUDA" \
+	    "Toolkit (12.4 or later) and put its bin/ on PATH, or set NVCC" >&2; exit 1; }
+	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) -c $< -o $@)
+
+build/train_llama_cuda: examples/train_llama.c build/femtotron_kernels.o $(HEADERS)
+	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt)
 
 # The project's own text, in an order that is the same everywhere; the first file begins the sample.
 RUN_DATA := $(HEADERS) $(sort $(wildcard examples/*.c tests/*.c tests/*.h tests/compile/* \
