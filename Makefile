@@ -87,6 +87,11 @@ build/femtotron_kernels.o: femtotron_kernels.cu femtotron.h
 build/train_llama_cuda: examples/train_llama.c build/femtotron_kernels.o $(HEADERS)
 	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt)
 
+# Tests that need a GPU; tests/gpu/run.sh runs them.
+build/gpu/test_kernels: tests/gpu/test_kernels.c build/femtotron_kernels.o $(HEADERS)
+	@mkdir -p $(@D)
+	$(strip $(NVCC) -O2 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt)
+
 # The project's own text, in an order that is the same everywhere; the first file begins the sample.
 RUN_DATA := $(HEADERS) $(sort $(wildcard examples/*.c tests/*.c tests/*.h tests/compile/* \
     tools/*.sh README.md Makefile))
