@@ -402,12 +402,14 @@ static uint64_t reference_fnv(uint64_t hash, const void *bytes, size_t n)
 /* The formula of the header's section on initialisation. */
 static double reference_weight(uint64_t seed, const char *name, int64_t i, double std)
 {
-    const double pi = 3.14159265358979323846;
     uint64_t g = UINT64_C(0x9e3779b97f4a7c15), n = (uint64_t)i;
     uint64_t key = reference_mix(seed ^ reference_fnv(FNV_BASIS, name, strlen(name)));
-    double u1 = ((double)(reference_mix(key + (2 * n + 1) * g) >> 11) + 0.5) * ldexp(1.0, -53);
-    double u2 = ((double)(reference_mix(key + (2 * n + 2) * g) >> 11) + 0.5) * ldexp(1.0, -53);
-    return std * sqrt(-2 * log(u1)) * cos(2 * pi * u2);
+    double sum = 0;
+    for (uint64_t k = 1; k <= 2; k++) {
+        uint64_t bits = reference_mix(key + (2 * n + k) * g);
+        for (int part = 0; part < 4; part++, bits >>= 16) sum += (double)(bits & 0xffff) - 32767.5;
+    }
+    return std * sum / 53509.919921450082;
 }
 
 static int ends_with(const char *text, const char *end)
