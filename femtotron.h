@@ -139,6 +139,9 @@ typedef struct ft_config {
     int only_rank;        /* meta: run this rank alone; -1 (ft_config_default) runs every rank */
     int gpus;             /* FT_GPU: how many to use; 0: all that are visible */
     int ranks_per_gpu;    /* FT_GPU: the most ranks that share one; 0: as many as it takes */
+    const char *gemm_table; /* FT_GPU: a file of GEMM algorithms by chip, library version and shape.
+                             Shapes that it lacks are timed once and added, so that later runs take
+                             the same and give the same bits. NULL: cuBLASLt's first advice */
     size_t memory_limit;  /* bytes of device memory per rank, accounted; 0: no limit */
     int timeline;         /* 1: keep every allocation and free for ft_mem_timeline; 48 bytes each */
     ft_switch async;      /* threads for streams; FT_DEFAULT asks FT_CPU_ASYNC */
@@ -860,6 +863,7 @@ struct ft_stream {
     struct ft__gpu_stream *gpu; /* FT_GPU: gpu.impl */
 };
 
+typedef struct ft__gpu_table ft__gpu_table;    /* gpu.impl: GEMM algorithms by shape */
 typedef struct ft__world ft__world;            /* launch.impl: what the ranks of one launch share */
 typedef struct ft__memory ft__memory;          /* memory.impl: the allocator's books */
 typedef struct ft__host_block ft__host_block;  /* launch.impl: ft_host_alloc's list */
@@ -914,6 +918,8 @@ static void ft__blas_begin(void);
 enum { FT__GPU_PEERS = 256 };  /* the most ranks of a group on FT_GPU: ftk_sum's limit */
 enum { FT__READY = 0, FT__HALF, FT__DONE, FT__SIGNALS }; /* moments of a collective, events here */
 static ft_status ft__gpu_check(ft_config *config);
+static ft_status ft__gpu_table_open(const ft_config *config, ft__gpu_table **out);
+static ft_status ft__gpu_table_close(ft__gpu_table *table);
 static ft_status ft__gpu_begin(ft_ctx *ctx);
 static void ft__gpu_end(ft_ctx *ctx);
 static uint64_t ft__gpu_record(ft_stream *s);
@@ -1004,6 +1010,7 @@ struct ft__world {
     int next;                 /* meta: the next rank to run */
     unsigned char *ended;     /* [world]: streams drained, so it joins no further collective */
     ft__comm *comms;
+    ft__gpu_table *table; /* FT_GPU with gemm_table: gpu.impl */
     int aborted;              /* never goes back to 0 */
     int failed_rank;
     ft_status failed_status;
@@ -1376,7 +1383,10 @@ ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user)
         return ft_error(FT_ERR_OOM, "ft_launch: the system has no mutex left");
     }
     ft__blas_begin();
-    ft_status status = ft__world_run(&world);
+    ft_status status = ft__gpu_table_open(&world.config, &world.table);
+    if (status == FT_OK) status = ft__world_run(&world);
+    if (status == FT_OK) status = ft__gpu_table_close(world.table);
+    else (void)ft__gpu_table_close(world.table);
     pthread_mutex_destroy(&world.lock);
     return status;
 }
@@ -8151,12 +8161,13 @@ static ft_status ft__gpu_layouts(ft__gpu_plan *p)
     return FT_OK;
 }
 
-/* The heuristic's first candidate: the same for the same shape, chip and library. */
-static ft_status ft__gpu_choose(struct ft__gpu *g, ft__gpu_plan *p)
+/* Up to `most` candidates, best first as the library sees it: the same for the same shape, chip and
+   library. */
+static ft_status ft__gpu_candidates(struct ft__gpu *g, const ft__gpu_plan *p, int most,
+                                    cublasLtMatmulHeuristicResult_t *found, int *found_n)
 {
     const ft__gpu_key *q = &p->key;
     cublasLtMatmulPreference_t want = NULL;
-    cublasLtMatmulHeuristicResult_t found;
     uint64_t bytes = FT__GPU_GEMM_BYTES;
     uint32_t align[3];
     int n = 0;
@@ -8175,16 +8186,233 @@ static ft_status ft__gpu_choose(struct ft__gpu *g, ft__gpu_plan *p)
     (void)cublasLtMatmulPreferenceSetAttribute(
         want, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, &align[2], 4);
     cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(g->blas, p->desc, p->b, p->a, p->c, p->c,
-                                                           want, 1, &found, &n);
+                                                           want, most, found, &n);
     (void)cublasLtMatmulPreferenceDestroy(want);
     if (status == CUBLAS_STATUS_SUCCESS && n == 0) status = CUBLAS_STATUS_NOT_SUPPORTED;
     FT__BLAS(status, q);
-    p->algo = found.algo;
+    *found_n = n;
     return FT_OK;
 }
 
-static ft_status ft__gpu_plan_get(struct ft__gpu *g, const ft__gpu_key *key, ft__gpu_plan **out)
+/* -- the table of algorithms: one line a shape, shared by the ranks of a launch */
+
+enum { FT__GPU_CANDIDATES = 16, FT__GPU_TRIES = 5, FT__GPU_LINE = 1024 };
+
+typedef struct ft__gpu_entry {
+    struct ft__gpu_entry *next;
+    char chip[FT_GPU_NAME_BYTES];
+    uint64_t version;
+    ft__gpu_key key;
+    cublasLtMatmulAlgo_t algo;
+} ft__gpu_entry;
+
+struct ft__gpu_table {
+    const char *path;
+    pthread_mutex_t lock;   /* everything below; held while a shape is timed */
+    ft__gpu_entry *entries;
+    int changed;
+};
+
+static ft__gpu_entry *ft__gpu_entry_new(ft__gpu_table *t)
 {
+    ft__gpu_entry *e = (ft__gpu_entry *)ft__zalloc(sizeof *e);
+    if (!e) return NULL;
+    e->next = t->entries;
+    t->entries = e;
+    return e;
+}
+
+/* chip, tab, version, the 14 numbers of the key, the algorithm as 8 words in hexadecimal. */
+static int ft__gpu_entry_read(const char *line, ft__gpu_entry *e)
+{
+    const char *tab = strchr(line, '\t');
+    unsigned long long version, w[8];
+    long long v[6];
+    ft__gpu_key *q = &e->key;
+    if (!tab || (size_t)(tab - line) >= sizeof e->chip) return 0;
+    memcpy(e->chip, line, (size_t)(tab - line));
+    int n = sscanf(tab + 1, "%llu %lld %lld %lld %lld %lld %lld %d %d %d %d %d %d %d %d %llx %llx "
+                   "%llx %llx %llx %llx %llx %llx", &version, &v[0], &v[1], &v[2], &v[3], &v[4],
+                   &v[5], &q->ta, &q->tb, &q->tc, &q->trans_a, &q->trans_b, &q->align_a,
+                   &q->align_b, &q->align_c, &w[0], &w[1], &w[2], &w[3], &w[4], &w[5], &w[6],
+                   &w[7]);
+    if (n != 23) return 0;
+    e->version = version;
+    q->m = v[0];
+    q->n = v[1];
+    q->k = v[2];
+    q->lda = v[3];
+    q->ldb = v[4];
+    q->ldc = v[5];
+    for (int i = 0; i < 8; i++) e->algo.data[i] = w[i];
+    return 1;
+}
+
+static void ft__gpu_entry_write(FILE *file, const ft__gpu_entry *e)
+{
+    const ft__gpu_key *q = &e->key;
+    fprintf(file, "%s\t%llu %lld %lld %lld %lld %lld %lld %d %d %d %d %d %d %d %d", e->chip,
+            (unsigned long long)e->version, (long long)q->m, (long long)q->n, (long long)q->k,
+            (long long)q->lda, (long long)q->ldb, (long long)q->ldc, q->ta, q->tb, q->tc,
+            q->trans_a, q->trans_b, q->align_a, q->align_b, q->align_c);
+    for (int i = 0; i < 8; i++) fprintf(file, " %llx", (unsigned long long)e->algo.data[i]);
+    fputc('\n', file);
+}
+
+static ft_status ft__gpu_table_read(ft__gpu_table *t)
+{
+    char line[FT__GPU_LINE];
+    FILE *file = fopen(t->path, "r");
+    ft_status status = FT_OK;
+    if (!file && errno == ENOENT) return FT_OK; /* to be made */
+    if (!file) return ft_error(FT_ERR_IO, "%s: %s", t->path, strerror(errno));
+    for (int n = 1; status == FT_OK && fgets(line, sizeof line, file); n++) {
+        ft__gpu_entry *e = ft__gpu_entry_new(t);
+        if (!e) status = ft_error(FT_ERR_OOM, "%s: no host memory for line %d", t->path, n);
+        else if (!ft__gpu_entry_read(line, e))
+            status = ft_error(FT_ERR_DATA, "%s: line %d is not an entry of a GEMM table; delete the "
+                              "file to have it made again", t->path, n);
+    }
+    fclose(file);
+    return status;
+}
+
+static ft_status ft__gpu_table_open(const ft_config *c, ft__gpu_table **out)
+{
+    if (c->device != FT_GPU || !c->gemm_table) return FT_OK;
+    ft__gpu_table *t = (ft__gpu_table *)ft__zalloc(sizeof *t);
+    if (!t || pthread_mutex_init(&t->lock, NULL) != 0) {
+        FT_FREE(t);
+        return ft_error(FT_ERR_OOM, "no host memory for the GEMM table %s", c->gemm_table);
+    }
+    t->path = c->gemm_table;
+    *out = t;
+    return ft__gpu_table_read(t);
+}
+
+/* Written beside and renamed, so that the file is always whole. */
+static ft_status ft__gpu_table_write(const ft__gpu_table *t)
+{
+    char beside[FT__GPU_LINE];
+    int n = snprintf(beside, sizeof beside, "%s.new", t->path);
+    FILE *file = n > 0 && n < FT__GPU_LINE ? fopen(beside, "w") : NULL;
+    if (!file) return ft_error(FT_ERR_IO, "%s: the GEMM table cannot be written", t->path);
+    for (const ft__gpu_entry *e = t->entries; e; e = e->next) ft__gpu_entry_write(file, e);
+    int wrong = ferror(file);
+    if (fclose(file) != 0 || wrong || rename(beside, t->path) != 0)
+        return ft_error(FT_ERR_IO, "%s: the GEMM table cannot be written: %s", t->path,
+                        strerror(errno));
+    return FT_OK;
+}
+
+static ft_status ft__gpu_table_close(ft__gpu_table *t)
+{
+    if (!t) return FT_OK;
+    ft_status status = t->changed ? ft__gpu_table_write(t) : FT_OK;
+    while (t->entries) {
+        ft__gpu_entry *e = t->entries;
+        t->entries = e->next;
+        FT_FREE(e);
+    }
+    pthread_mutex_destroy(&t->lock);
+    FT_FREE(t);
+    return status;
+}
+
+/* The milliseconds of the fastest of a few runs; negative where the algorithm fails. */
+static float ft__gpu_time(struct ft__gpu *g, const ft__gpu_plan *p, const cublasLtMatmulAlgo_t *algo,
+                          const void *a, const void *b, void *c, void *workspace, cudaEvent_t from,
+                          cudaEvent_t to, cudaStream_t stream)
+{
+    float one = 1, zero = 0, best = -1;
+    for (int i = 0; i < FT__GPU_TRIES; i++) {
+        float ms = 0;
+        (void)cudaEventRecord(from, stream);
+        if (cublasLtMatmul(g->blas, p->desc, &one, b, p->b, a, p->a, &zero, c, p->c, c, p->c, algo,
+                           workspace, FT__GPU_GEMM_BYTES, stream) != CUBLAS_STATUS_SUCCESS)
+            return -1;
+        (void)cudaEventRecord(to, stream);
+        if (cudaEventSynchronize(to) != cudaSuccess) return -1;
+        if (cudaEventElapsedTime(&ms, from, to) != cudaSuccess) return -1;
+        if (i > 0 && (best < 0 || ms < best)) best = ms;
+    }
+    return best;
+}
+
+/* Times the candidates on the operands at hand, into a result of its own. */
+static ft_status ft__gpu_tune(struct ft__gpu *g, ft__gpu_plan *p, const void *a, const void *b,
+                              void *workspace, cudaStream_t stream)
+{
+    cublasLtMatmulHeuristicResult_t found[FT__GPU_CANDIDATES];
+    cudaEvent_t from = NULL, to = NULL;
+    void *c = NULL;
+    float best = -1;
+    int n = 0;
+    FT_TRY(ft__gpu_candidates(g, p, FT__GPU_CANDIDATES, found, &n));
+    p->algo = found[0].algo;
+    size_t bytes = (size_t)(p->key.m * p->key.ldc) * ft_dtype_bytes((ft_dtype)p->key.tc);
+    FT__CUDA(cudaMalloc(&c, bytes));
+    FT__CUDA(cudaEventCreate(&from));
+    FT__CUDA(cudaEventCreate(&to));
+    for (int i = 0; i < n; i++) {
+        float ms = ft__gpu_time(g, p, &found[i].algo, a, b, c, workspace, from, to, stream);
+        if (ms < 0 || (best >= 0 && ms >= best)) continue;
+        best = ms;
+        p->algo = found[i].algo;
+    }
+    (void)cudaEventDestroy(from);
+    (void)cudaEventDestroy(to);
+    FT__CUDA(cudaFree(c));
+    return FT_OK;
+}
+
+/* What the table says; a shape that it lacks is timed, by the rank that meets it first. */
+static ft_status ft__gpu_table_find(struct ft__gpu *g, ft__gpu_table *t, ft__gpu_plan *p,
+                                    const void *a, const void *b, void *workspace,
+                                    cudaStream_t stream)
+{
+    char chip[FT_GPU_NAME_BYTES];
+    uint64_t version = cublasLtGetVersion();
+    FT_TRY(ft_gpu_name(g->device, chip));
+    for (ft__gpu_entry *e = t->entries; e; e = e->next)
+        if (e->version == version && memcmp(&e->key, &p->key, sizeof e->key) == 0 &&
+            strcmp(e->chip, chip) == 0) {
+            p->algo = e->algo;
+            return FT_OK;
+        }
+    FT_TRY(ft__gpu_tune(g, p, a, b, workspace, stream));
+    ft__gpu_entry *e = ft__gpu_entry_new(t);
+    if (!e) return ft_error(FT_ERR_OOM, "no host memory for an entry of the GEMM table");
+    memcpy(e->chip, chip, sizeof chip);
+    e->version = version;
+    e->key = p->key;
+    e->algo = p->algo;
+    t->changed = 1;
+    return FT_OK;
+}
+
+static ft_status ft__gpu_choose(const ft_op_call *call, ft__gpu_plan *p, const void *a,
+                                const void *b, void *workspace)
+{
+    struct ft__gpu *g = call->ctx->gpu;
+    ft__gpu_table *t = call->ctx->world->table;
+    cublasLtMatmulHeuristicResult_t found;
+    int n = 0;
+    if (!t) {
+        FT_TRY(ft__gpu_candidates(g, p, 1, &found, &n));
+        p->algo = found.algo;
+        return FT_OK;
+    }
+    pthread_mutex_lock(&t->lock);
+    ft_status status = ft__gpu_table_find(g, t, p, a, b, workspace, (cudaStream_t)call->stream);
+    pthread_mutex_unlock(&t->lock);
+    return status;
+}
+
+static ft_status ft__gpu_plan_get(const ft_op_call *call, const ft__gpu_key *key, const void *a,
+                                  const void *b, void *workspace, ft__gpu_plan **out)
+{
+    struct ft__gpu *g = call->ctx->gpu;
     const unsigned char *byte = (const unsigned char *)key;
     uint32_t hash = 2166136261u;
     for (size_t i = 0; i < sizeof *key; i++) hash = (hash ^ byte[i]) * 16777619u;
@@ -8198,7 +8426,7 @@ static ft_status ft__gpu_plan_get(struct ft__gpu *g, const ft__gpu_key *key, ft_
     if (!p) return ft_error(FT_ERR_OOM, "no host memory for a GEMM's plan");
     p->key = *key;
     ft_status status = ft__gpu_layouts(p);
-    if (status == FT_OK) status = ft__gpu_choose(g, p);
+    if (status == FT_OK) status = ft__gpu_choose(call, p, a, b, workspace);
     if (status != FT_OK) {
         ft__gpu_plan_free(p);
         return status;
@@ -8236,7 +8464,7 @@ static ft_status ft__gpu_gemm(const ft_op_call *call, int64_t m, int64_t n, int6
     key.align_a = ft__gpu_align(a, key.lda, ta);
     key.align_b = ft__gpu_align(b, key.ldb, tb);
     key.align_c = ft__gpu_align(c, key.ldc, tc);
-    FT_TRY(ft__gpu_plan_get(call->ctx->gpu, &key, &p));
+    FT_TRY(ft__gpu_plan_get(call, &key, a, b, workspace, &p));
     FT__BLAS(cublasLtMatmul(call->ctx->gpu->blas, p->desc, &one, b, p->b, a, p->a, &beta, c, p->c,
                             c, p->c, &p->algo, workspace, FT__GPU_GEMM_BYTES,
                             (cudaStream_t)call->stream), &key);
@@ -8378,6 +8606,20 @@ ft_status ft_gpu_name(int gpu, char name[FT_GPU_NAME_BYTES])
 
 static ft_status ft__gpu_check(ft_config *c) { (void)c; return ft__gpu_none(); }
 static ft_status ft__gpu_begin(ft_ctx *ctx) { (void)ctx; return ft__gpu_none(); }
+
+static ft_status ft__gpu_table_open(const ft_config *config, ft__gpu_table **out)
+{
+    (void)config;
+    *out = NULL;
+    return FT_OK;
+}
+
+static ft_status ft__gpu_table_close(ft__gpu_table *table)
+{
+    (void)table;
+    return FT_OK;
+}
+
 static void ft__gpu_end(ft_ctx *ctx) { (void)ctx; }
 static uint64_t ft__gpu_record(ft_stream *s) { (void)s; return 0; }
 static ft_status ft__gpu_sync(ft_stream *s) { (void)s; return ft__gpu_none(); }

@@ -67,7 +67,7 @@ typedef struct settings {
     paths data, eval_data;
     int64_t token_dtype;   /* ft_io_token */
     int64_t eval_every;
-    const char *log_path, *memory_json_path;
+    const char *log_path, *memory_json_path, *gemm_table;
     int64_t sample, hash, verbose, help;
 } settings;
 
@@ -108,6 +108,9 @@ static const option options[] = {
      "GPUs of this machine to use; 0: all, but no more than ranks"},
     {"--ranks-per-gpu", TAKES_INT, "R", AT(ranks_per_gpu), 0, 4096, "0",
      "the most ranks that may share a GPU; 0: as many as it takes"},
+    {"--gemm-tune", TAKES_PATH, "FILE", AT(gemm_table), 0, 0, NULL,
+     "a table of GEMM algorithms: shapes that it lacks are timed and added, and later\n"
+     "runs take the same; default: cuBLASLt's first advice"},
     {"--dp", TAKES_INT, "R", AT(dp), 1, 1024, "1", "data-parallel ranks, each a thread"},
     {"--tp", TAKES_INT, "R", AT(tp), 1, 1024, "1",
      "tensor-parallel ranks that share each layer; must divide heads, kv heads and\n"
@@ -825,6 +828,7 @@ static ft_status launch(job *work, ft_device device) {
     config.plan_for = work->set->device == FT_GPU ? FT_GPU : FT_CPU;
     config.gpus = (int)work->set->gpus;
     config.ranks_per_gpu = (int)work->set->ranks_per_gpu;
+    config.gemm_table = work->set->gemm_table;
     return ft_launch(&config, rank_main, work);
 }
 
@@ -992,8 +996,8 @@ static ft_status choose_device(program *p) {
     char name[FT_GPU_NAME_BYTES];
     FT_TRY(ft_gpu_count(&gpus));
     if (set->device == DEVICE_AUTO) set->device = gpus > 0 ? FT_GPU : FT_CPU;
-    if (set->device != FT_GPU && (set->gpus || set->ranks_per_gpu))
-        return ft_error(FT_ERR_ARG, "--gpus and --ranks-per-gpu need --device cuda");
+    if (set->device != FT_GPU && (set->gpus || set->ranks_per_gpu || set->gemm_table))
+        return ft_error(FT_ERR_ARG, "--gpus, --ranks-per-gpu and --gemm-tune need --device cuda");
     if (set->device == FT_CPU)
         printf("device  cpu, %d ranks as threads%s\n", ranks, gpus ? "" : ", no GPU in use");
     if (set->device != FT_GPU) return FT_OK;
