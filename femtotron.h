@@ -930,7 +930,8 @@ static void ft__gpu_free(ft_ctx *ctx, void *block);
 static ft_status ft__gpu_upload(ft_stream *s, void *to, const void *host, size_t bytes);
 static ft_status ft__gpu_download(ft_stream *s, void *host, const void *from, size_t bytes);
 static ft_status ft__gpu_copy(ft_stream *s, void *to, const void *from, size_t bytes);
-static void ft__gpu_call(ft_stream *s, ft_op_call *call);
+static void ft__gpu_call_begin(ft_stream *s, ft_op_call *call);
+static void ft__gpu_call_end(ft_ctx *ctx);
 static ft_status ft__gpu_sum(ft_stream *s, void *out, ft_dtype dtype, int n, const void *const *in,
                              int64_t count);
 static ft_status ft__gpu_signals_begin(ft_ctx *ctx, void *signals[FT__SIGNALS]);
@@ -2819,6 +2820,15 @@ static void ft__timeline_add(ft_ctx *ctx, const ft_storage *st, int64_t delta)
     e->phase = ctx->where_phase ? ctx->where_phase : "";
 }
 
+/* "backward swiglu in layer.3": what the rank is at. */
+static void ft__where_sentence(const ft_ctx *ctx, char *text, size_t text_bytes)
+{
+    const char *phase = ctx->where_phase ? ctx->where_phase : "";
+    const char *in = ctx->where_segment_name;
+    snprintf(text, text_bytes, "%s%s%s%s%s", phase, *phase ? " " : "",
+             ctx->where_op ? ctx->where_op : "", in ? " in " : "", in ? in : "");
+}
+
 static void ft__account_peak(ft_ctx *ctx)
 {
     ft_mem_stats *s = &ctx->memory->stats;
@@ -2826,11 +2836,7 @@ static void ft__account_peak(ft_ctx *ctx)
     s->peak_bytes = s->live_bytes;
     memcpy(s->at_peak, s->live, sizeof s->live);
     s->peak_moment = ctx->memory->moments;
-    snprintf(s->peak_where, sizeof s->peak_where, "%s%s%s%s%s",
-             ctx->where_phase ? ctx->where_phase : "",
-             ctx->where_phase && *ctx->where_phase ? " " : "", ctx->where_op ? ctx->where_op : "",
-             ctx->where_segment_name ? " in " : "",
-             ctx->where_segment_name ? ctx->where_segment_name : "");
+    ft__where_sentence(ctx, s->peak_where, sizeof s->peak_where);
 }
 
 static const char *ft__where_text(const ft_ctx *ctx)
@@ -6161,8 +6167,9 @@ static ft_status ft__exec(ft_ctx *ctx, ft_stream *stream, ft_op_call *call, int 
         task.call = *call;
         task.call.scratch = scratch ? scratch->data : NULL;
         task.call.workspace = workspace ? workspace->data : NULL;
-        ft__gpu_call(stream, &task.call);
+        ft__gpu_call_begin(stream, &task.call);
         status = ft_stream_run(stream, ft__call_run, &task, sizeof task);
+        ft__gpu_call_end(ctx);
     }
     if (workspace) ft__storage_release(workspace, stream);
     if (scratch) ft__storage_release(scratch, stream);
@@ -7771,6 +7778,7 @@ FT_API ft_status ft_sac_fit(ft_sac_budget *budget)
 
 #include <cuda_runtime.h>
 #include <cublasLt.h>
+#include <nvtx3/nvToolsExt.h>
 
 /* GEMM: cuBLASLt's own recommendation for Hopper; the same everywhere, so that the heuristic's
    choice depends on nothing but the shape. */
@@ -8004,10 +8012,20 @@ static ft_status ft__gpu_sync(ft_stream *s)
     return status == FT_OK ? FT_OK : ft__stream_fail(s, status);
 }
 
-static void ft__gpu_call(ft_stream *s, ft_op_call *call)
+/* Each op is an NVTX range, "backward swiglu in layer.3", for whoever profiles the program. */
+static void ft__gpu_call_begin(ft_stream *s, ft_op_call *call)
 {
-    call->stream = s->gpu ? (void *)ft__native(s) : NULL;
-    call->fault = s->ctx->gpu ? s->ctx->gpu->fault : NULL;
+    char text[128];
+    if (!s->gpu) return;
+    call->stream = (void *)ft__native(s);
+    call->fault = s->ctx->gpu->fault;
+    ft__where_sentence(s->ctx, text, sizeof text);
+    (void)nvtxRangePushA(text);
+}
+
+static void ft__gpu_call_end(ft_ctx *ctx)
+{
+    if (ctx->gpu) (void)nvtxRangePop();
 }
 
 /* ---- memory and copies */
@@ -8624,7 +8642,8 @@ static void ft__gpu_end(ft_ctx *ctx) { (void)ctx; }
 static uint64_t ft__gpu_record(ft_stream *s) { (void)s; return 0; }
 static ft_status ft__gpu_sync(ft_stream *s) { (void)s; return ft__gpu_none(); }
 static void ft__gpu_free(ft_ctx *ctx, void *block) { (void)ctx; (void)block; }
-static void ft__gpu_call(ft_stream *s, ft_op_call *call) { (void)s; (void)call; }
+static void ft__gpu_call_begin(ft_stream *s, ft_op_call *call) { (void)s; (void)call; }
+static void ft__gpu_call_end(ft_ctx *ctx) { (void)ctx; }
 static void ft__gpu_signals_end(void *signals[FT__SIGNALS]) { (void)signals; }
 
 static ft_status ft__gpu_wait(ft_stream *s, ft_event event)
