@@ -1000,7 +1000,7 @@ static __device__ __forceinline__ norm_row norm_row_at(const norm_args &a, int64
     return r;
 }
 
-/* Rows further on by `step`, whose quotient and remainder by a.per are given. */
+/* The row `step` further on, whose quotient and remainder by `per` are given. */
 static __device__ __forceinline__ norm_row norm_row_next(norm_row r, int64_t step, int64_t tokens,
                                                          int64_t heads, int64_t per)
 {
@@ -1014,41 +1014,50 @@ static __device__ __forceinline__ norm_row norm_row_next(norm_row r, int64_t ste
     return r;
 }
 
+/* Its first element. One set: rows lie one after the other, and the rest of norm_row is unused. */
+template <int SETS>
+static __device__ __forceinline__ int64_t norm_first(const norm_args &a, const norm_row &r)
+{
+    return SETS > 1 ? r.token * a.width + r.head * a.C : r.row * a.C;
+}
+
+/* The weights stay packed in registers, 16 bytes a set, and are opened where they are used. */
 template <typename T, int SETS>
 static __global__ void __launch_bounds__(SETS > 1 ? 256 : 1024) norm_kernel(norm_args a)
 {
     constexpr int W = FTK_WIDTH(T);
     __shared__ float2 room[2][32];
     const int lane = (int)threadIdx.x % a.lanes, group = (int)threadIdx.x / a.lanes;
-    const int64_t groups = blockDim.x / a.lanes, step = (int64_t)gridDim.x * groups, c = lane * W;
+    const int groups = (int)blockDim.x / a.lanes, c = lane * W;
+    const int64_t step = (int64_t)gridDim.x * groups;
     const int64_t tokens = step / a.per, heads = step % a.per;
     const bool mine = c < a.C;
     const T *x = (const T *)a.x, *delta = (const T *)a.delta;
     const uint4 none = make_uint4(0, 0, 0, 0);
-    float w[SETS][W];
+    uint4 weights[SETS];
     for (int s = 0; s < SETS; s++)
-        if (mine) get(w[s], (const T *)a.w[s] + c, a.vec);
-        else zero(w[s]);
-    norm_row next = norm_row_at(a, blockIdx.x * groups + group);
+        weights[s] = mine ? take((const T *)a.w[s] + c, a.vec) : none;
+    norm_row next = norm_row_at(a, (int64_t)blockIdx.x * groups + group);
     uint4 ahead = none, ahead_delta = none;
     if (mine && next.row < a.rows) {
-        ahead = take(x + next.token * a.width + next.head * a.C + c, a.vec);
-        if (delta) ahead_delta = take(delta + next.token * a.width + next.head * a.C + c, a.vec);
+        const int64_t n = norm_first<SETS>(a, next) + c;
+        ahead = take(x + n, a.vec);
+        if (delta) ahead_delta = take(delta + n, a.vec);
     }
     int turn = 0;
-    for (int64_t first = blockIdx.x * groups; first < a.rows; first += step, turn ^= 1) {
+    for (int64_t first = (int64_t)blockIdx.x * groups; first < a.rows; first += step, turn ^= 1) {
         const norm_row at = next;
         const bool here = mine && at.row < a.rows;
-        const int64_t i = at.token * a.width + at.head * a.C + c;
-        float v[W], d[W];
+        const int64_t i = norm_first<SETS>(a, at) + c;
+        float v[W], w[W];
         open(v, here ? ahead : none);
         if (delta) {
-            open(d, here ? ahead_delta : none);
-            for (int j = 0; j < W; j++) v[j] = rounded(v[j] + d[j], x);
+            open(w, here ? ahead_delta : none);
+            for (int j = 0; j < W; j++) v[j] = rounded(v[j] + w[j], x);
         }
         next = norm_row_next(at, step, tokens, heads, a.per);
         if (mine && next.row < a.rows) {
-            const int64_t n = next.token * a.width + next.head * a.C + c;
+            const int64_t n = norm_first<SETS>(a, next) + c;
             ahead = take(x + n, a.vec);
             if (delta) ahead_delta = take(delta + n, a.vec);
         }
@@ -1057,8 +1066,8 @@ static __global__ void __launch_bounds__(SETS > 1 ? 256 : 1024) norm_kernel(norm
         for (int j = 0; j < W; j++) s.x += v[j] * v[j];
         s = group_sum(s, a.lanes, room[turn]);
         const float r = 1.0f / sqrtf(s.x / (float)a.C + a.eps);
-        const bool second = SETS > 1 && at.head >= a.split;
-        for (int j = 0; j < W; j++) v[j] = v[j] * r * (second ? w[SETS - 1][j] : w[0][j]);
+        open(w, SETS > 1 && at.head >= a.split ? weights[SETS - 1] : weights[0]);
+        for (int j = 0; j < W; j++) v[j] = v[j] * r * w[j];
         if (here) put((T *)a.y + i, v, a.vec);
     }
 }
@@ -1068,60 +1077,65 @@ static __global__ void __launch_bounds__(SETS > 1 ? 256 : 1024) norm_grad_kernel
 {
     constexpr int W = FTK_WIDTH(T);
     __shared__ float2 room[2][32];
-    extern __shared__ __align__(16) float sums[]; /* [groups][lanes * W], where there are several groups */
+    extern __shared__ __align__(16) float sums[]; /* [groups][lanes * W], of several groups */
     const int lane = (int)threadIdx.x % a.lanes, group = (int)threadIdx.x / a.lanes;
-    const int64_t groups = blockDim.x / a.lanes, step = (int64_t)gridDim.x * groups, c = lane * W;
+    const int groups = (int)blockDim.x / a.lanes, c = lane * W;
+    const int64_t step = (int64_t)gridDim.x * groups;
     const int64_t tokens = step / a.per, heads = step % a.per;
     const bool mine = c < a.C;
     const T *x = (const T *)a.x, *dy = (const T *)a.dy, *pass = (const T *)a.pass;
     const uint4 none = make_uint4(0, 0, 0, 0);
-    float w[SETS][W], dw[SETS][W];
+    uint4 weights[SETS];
+    float dw[SETS][W];
     for (int s = 0; s < SETS; s++) {
         zero(dw[s]);
-        if (mine) get(w[s], (const T *)a.w[s] + c, a.vec);
-        else zero(w[s]);
+        weights[s] = mine ? take((const T *)a.w[s] + c, a.vec) : none;
     }
-    norm_row next = norm_row_at(a, blockIdx.x * groups + group);
+    norm_row next = norm_row_at(a, (int64_t)blockIdx.x * groups + group);
     uint4 ahead = none, ahead_dy = none, ahead_pass = none;
     if (mine && next.row < a.rows) {
-        const int64_t n = next.token * a.width + next.head * a.C + c;
+        const int64_t n = norm_first<SETS>(a, next) + c;
         ahead = take(x + n, a.vec);
         if (dy) ahead_dy = take(dy + n, a.vec);
         if (pass) ahead_pass = take(pass + n, a.vec);
     }
     int turn = 0;
-    for (int64_t first = blockIdx.x * groups; first < a.rows; first += step, turn ^= 1) {
+    for (int64_t first = (int64_t)blockIdx.x * groups; first < a.rows; first += step, turn ^= 1) {
         const norm_row at = next;
         const bool here = mine && at.row < a.rows;
-        float v[W], g[W], p[W];
+        const bool second = SETS > 1 && at.head >= a.split;
+        const uint4 passed = ahead_pass;
+        float v[W], g[W], w[W];
         open(v, here ? ahead : none);
         open(g, here ? ahead_dy : none);
-        open(p, here ? ahead_pass : none);
         next = norm_row_next(at, step, tokens, heads, a.per);
         if (mine && next.row < a.rows) {
-            const int64_t n = next.token * a.width + next.head * a.C + c;
+            const int64_t n = norm_first<SETS>(a, next) + c;
             ahead = take(x + n, a.vec);
             if (dy) ahead_dy = take(dy + n, a.vec);
             if (pass) ahead_pass = take(pass + n, a.vec);
         }
-        const bool second = SETS > 1 && at.head >= a.split;
+        open(w, second ? weights[SETS - 1] : weights[0]);
         float2 s = make_float2(0, 0);
         for (int j = 0; j < W; j++) {
             s.x += v[j] * v[j];
-            s.y += v[j] * (g[j] * (second ? w[SETS - 1][j] : w[0][j]));
+            s.y += v[j] * (g[j] * w[j]);
         }
         s = group_sum(s, a.lanes, room[turn]);
+        if (!here) continue; /* without a row r is infinite where eps is 0 */
         const float r = 1.0f / sqrtf(s.x / (float)a.C + a.eps), mean = s.y / (float)a.C * r;
+        open(w, second ? weights[SETS - 1] : weights[0]);
         for (int j = 0; j < W; j++) {
-            const float u = v[j] * r, one = second ? w[SETS - 1][j] : w[0][j];
-            if (here) { /* without a row u is no number where eps is 0 */
-                if (second) dw[SETS - 1][j] += g[j] * u;
-                else dw[0][j] += g[j] * u;
-            }
-            v[j] = r * (g[j] * one - u * mean) + p[j];
+            const float u = v[j] * r;
+            if (second) dw[SETS - 1][j] += g[j] * u;
+            else dw[0][j] += g[j] * u;
+            v[j] = r * (g[j] * w[j] - u * mean);
         }
-        if (here && a.dx.data)
-            give(a.dx, at.token * a.width + at.head * a.C + c, v, a.vec);
+        if (pass) {
+            open(w, passed);
+            for (int j = 0; j < W; j++) v[j] += w[j];
+        }
+        if (a.dx.data) give(a.dx, norm_first<SETS>(a, at) + c, v, a.vec);
     }
     if (!a.parts) return;
     for (int s = 0; s < SETS; s++) {
@@ -1131,11 +1145,11 @@ static __global__ void __launch_bounds__(SETS > 1 ? 256 : 1024) norm_grad_kernel
             continue;
         }
         __syncthreads();
-        put(sums + (int64_t)group * a.lanes * W + c, dw[s], 1);
+        put(sums + group * a.lanes * W + c, dw[s], 1);
         __syncthreads();
-        for (int64_t k = threadIdx.x; k < a.C; k += blockDim.x) {
+        for (int k = threadIdx.x; k < (int)a.C; k += (int)blockDim.x) {
             float total = 0;
-            for (int64_t g = 0; g < groups; g++) total += sums[g * a.lanes * W + k];
+            for (int g = 0; g < groups; g++) total += sums[g * a.lanes * W + k];
             part[k] = total;
         }
     }
@@ -1289,6 +1303,15 @@ static void norm_align(norm_args *a)
                      FTK_AT(a->y) | FTK_AT(a->dx.data) | FTK_AT(a->parts));
 }
 
+#define FTK_NORM(kernel, dtype, a, grid, block, shared, stream)                                    \
+    do {                                                                                           \
+        if ((dtype) == FT_BF16 && (a).sets > 1)                                                    \
+            kernel<bf16, 2><<<grid, block, shared, stream>>>(a);                                   \
+        else if ((dtype) == FT_BF16) kernel<bf16, 1><<<grid, block, shared, stream>>>(a);          \
+        else if ((a).sets > 1) kernel<float, 2><<<grid, block, shared, stream>>>(a);               \
+        else kernel<float, 1><<<grid, block, shared, stream>>>(a);                                 \
+    } while (0)
+
 static ft_status norm_forward(const ft_op_call *call, norm_args a, ft_dtype t)
 {
     cudaStream_t stream = stream_of(call);
@@ -1303,10 +1326,7 @@ static ft_status norm_forward(const ft_op_call *call, norm_args a, ft_dtype t)
     int groups = a.lanes < FTK_NORM_THREADS ? FTK_NORM_THREADS / a.lanes : 1;
     unsigned threads = (unsigned)(groups * a.lanes);
     unsigned blocks = (unsigned)least(over(a.rows, groups), FTK_BLOCKS);
-    if (t == FT_BF16 && a.sets > 1) norm_kernel<bf16, 2><<<blocks, threads, 0, stream>>>(a);
-    else if (t == FT_BF16) norm_kernel<bf16, 1><<<blocks, threads, 0, stream>>>(a);
-    else if (a.sets > 1) norm_kernel<float, 2><<<blocks, threads, 0, stream>>>(a);
-    else norm_kernel<float, 1><<<blocks, threads, 0, stream>>>(a);
+    FTK_NORM(norm_kernel, t, a, blocks, threads, 0, stream);
     return launched(call->op->name);
 }
 
@@ -1337,11 +1357,7 @@ static ft_status norm_backward(const ft_op_call *call, norm_args a, ft_dtype t,
         unsigned threads = (unsigned)(groups * a.lanes);
         unsigned blocks = (unsigned)(n ? n : least(over(a.rows, groups), FTK_BLOCKS));
         size_t shared = groups > 1 && n ? threads * 16 / ft_dtype_bytes(t) * sizeof(float) : 0;
-        if (t == FT_BF16 && a.sets > 1)
-            norm_grad_kernel<bf16, 2><<<blocks, threads, shared, stream>>>(a);
-        else if (t == FT_BF16) norm_grad_kernel<bf16, 1><<<blocks, threads, shared, stream>>>(a);
-        else if (a.sets > 1) norm_grad_kernel<float, 2><<<blocks, threads, shared, stream>>>(a);
-        else norm_grad_kernel<float, 1><<<blocks, threads, shared, stream>>>(a);
+        FTK_NORM(norm_grad_kernel, t, a, blocks, threads, shared, stream);
     }
     FT_TRY(launched(call->op->name));
     for (int s = 0; s < a.sets; s++)
@@ -2028,10 +2044,10 @@ FT_API ft_status ftk_tp_lookup_grad(const ft_op_call *call)
 
    Rows z[c,V] of logits: loss = log sum exp(z) - z[label], dz = factor (softmax(z) - onehot). A
    block a row. One pass makes the maximum and the sum together: a thread that meets a new maximum
-   scales its sum (Milakov and Gimelshein 2018); a second pass, with grads, writes dz over z. Reads V
-   elements twice, the second time out of the L2 cache, and writes them once: 3 V elements, of which
-   2 V go to memory. Rows begin anywhere where V is odd, so what stands before the first and behind
-   the last 16-byte boundary is taken singly. exp(x) is ex2(x log2 e): 2 ulp. */
+   scales its sum (Milakov and Gimelshein 2018); a second pass, with grads, writes dz over z. Reads
+   V elements twice, the second time out of the L2 cache, and writes them once: 3 V elements, of
+   which 2 V go to memory. Rows begin anywhere where V is odd, so what stands before the first and
+   behind the last 16-byte boundary is taken singly. exp(x) is ex2(x log2 e): 2 ulp. */
 
 #define FTK_LOG2E 1.4426950408889634f
 #define FTK_LEAST (-1.0e38f) /* below all logits; its product with log2 e is still finite */
@@ -2521,9 +2537,9 @@ FT_API ft_status ftk_zero_scale(const ft_op_call *call)
     return launched("zero_scale");
 }
 
-/* Optimizers: an update of fp32 weights p (the master where weights are bf16), elementwise. The step
-   count is on the device, so bias corrections are made there, in double, once a block: beta2^t is
-   close to 1 for long. control[2] == 0 leaves everything as it is; control[1] clips.
+/* Optimizers: an update of fp32 weights p (the master where weights are bf16), elementwise. The
+   step count is on the device, so bias corrections are made there, in double, once a block: beta2^t
+   is close to 1 for long. control[2] == 0 leaves everything as it is; control[1] clips.
 
      AdamW  m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2,
             p = p (1 - lr decay) - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
