@@ -4080,6 +4080,35 @@ static size_t ft__bytes_of(const ft_view *v)
     return v->present ? (size_t)ft__view_elems(v) * ft_dtype_bytes(v->dtype) : 0;
 }
 
+/* ---- workspace of the device kernels ----
+
+   They take the number of their parts from the workspace that they are given, so these formulas are
+   the only ones, but for the sum of rows, which ftk_rows_sum_bytes repeats. Shapes alone decide:
+   never the chip. */
+
+enum { FT__GPU_NORM_PARTS = 528, FT__GPU_SUM_PARTS = 1056 };
+
+/* A norm's gradients of its weights: one fp32 row of C for each block and each of `sets` weights;
+   at least four rows a block. */
+static size_t ft__gpu_norm_bytes(int64_t rows, int64_t C, int64_t sets)
+{
+    return (size_t)(ft__min((rows + 3) / 4, FT__GPU_NORM_PARTS) * sets * C) * sizeof(float);
+}
+
+/* The sum of n rows of o elements: parts of at least 64 rows, enough to fill a chip. */
+static size_t ft__gpu_rows_bytes(int64_t n, int64_t o)
+{
+    int64_t width = o % 8 ? 32 : 256, parts = FT__GPU_SUM_PARTS / ((o + width - 1) / width);
+    parts = ft__min(ft__min(parts, 256), (n + 63) / 64);
+    return parts > 1 ? (size_t)(parts * o) * sizeof(float) : 0;
+}
+
+/* The sum of n elements: one double for each block, at least 4096 elements a block. */
+static size_t ft__gpu_sum_bytes(int64_t n)
+{
+    return (size_t)ft__min((n + 4095) / 4096, FT__GPU_SUM_PARTS) * sizeof(double);
+}
+
 /* ---- checks ---- */
 
 static ft_status ft__want_float(const ft_op_call *call, int i)
@@ -4321,8 +4350,11 @@ static ft_status ft__embedding_forward(const ft_op_call *call)
    row be summed in fp32 and rounded once, in 4 (V + N) bytes whatever C is. */
 static void ft__embedding_scratch(ft_op_call *call)
 {
+    int64_t V = call->in[1].shape[0], n = ft__view_elems(&call->in[0]);
     if (!call->backward) return;
-    call->workspace_bytes = (size_t)(call->in[1].shape[0] + ft__view_elems(&call->in[0])) * 4;
+    call->workspace_bytes = (size_t)(V + n) * 4;
+    if (call->device == FT_GPU) /* counts and ends [V], a counter, positions [N] */
+        call->workspace_bytes = (size_t)(2 * V + 1 + n) * 4;
 }
 
 static ft_status ft__embedding_backward(const ft_op_call *call)
@@ -4463,8 +4495,10 @@ static ft_status ft__rmsnorm_forward(const ft_op_call *call)
 
 static void ft__rmsnorm_scratch(ft_op_call *call)
 {
-    if (call->backward && call->din[1].present)
-        call->workspace_bytes = (size_t)ft__view_cols(&call->in[0]) * sizeof(float);
+    int64_t n = ft__view_rows(&call->in[0]), C = ft__view_cols(&call->in[0]);
+    if (!call->backward || !call->din[1].present) return;
+    call->workspace_bytes = (size_t)C * sizeof(float);
+    if (call->device == FT_GPU) call->workspace_bytes = ft__gpu_norm_bytes(n, C, 1);
 }
 
 static ft_status ft__rmsnorm_backward(const ft_op_call *call)
@@ -4553,8 +4587,10 @@ static ft_status ft__add_rmsnorm_replay(const ft_op_call *call)
 
 static void ft__add_rmsnorm_scratch(ft_op_call *call)
 {
-    if (call->backward && call->din[2].present)
-        call->workspace_bytes = (size_t)ft__view_cols(&call->out[0]) * sizeof(float);
+    int64_t n = ft__view_rows(&call->out[0]), C = ft__view_cols(&call->out[0]);
+    if (!call->backward || !call->din[2].present) return;
+    call->workspace_bytes = (size_t)C * sizeof(float);
+    if (call->device == FT_GPU) call->workspace_bytes = ft__gpu_norm_bytes(n, C, 1);
 }
 
 static ft_status ft__add_rmsnorm_backward(const ft_op_call *call)
@@ -4818,8 +4854,11 @@ static ft_status ft__head_norm_forward(const ft_op_call *call)
 
 static void ft__head_norm_scratch(ft_op_call *call)
 {
-    if (call->backward && (call->din[1].present || call->din[2].present))
-        call->workspace_bytes = (size_t)call->attr.i[2] * 2 * sizeof(float);
+    int64_t n = ft__view_rows(&call->in[0]) * (call->attr.i[0] + call->attr.i[1]);
+    int64_t D = call->attr.i[2];
+    if (!call->backward || (!call->din[1].present && !call->din[2].present)) return;
+    call->workspace_bytes = (size_t)D * 2 * sizeof(float);
+    if (call->device == FT_GPU) call->workspace_bytes = ft__gpu_norm_bytes(n, D, 2);
 }
 
 static ft_status ft__head_norm_backward(const ft_op_call *call)
@@ -5308,6 +5347,14 @@ static void ft__binary_db(const ft_op_call *call, int product)
     }
 }
 
+/* The device sums b's gradient in parts. */
+static void ft__binary_scratch(ft_op_call *call)
+{
+    int64_t o = ft__view_elems(&call->in[1]), n = ft__view_elems(&call->in[0]) / o;
+    if (call->device == FT_GPU && call->backward && call->din[1].present)
+        call->workspace_bytes = ft__gpu_rows_bytes(n, o);
+}
+
 static ft_status ft__add_backward(const ft_op_call *call)
 {
     if (call->din[1].present) ft__binary_db(call, 0);
@@ -5342,7 +5389,8 @@ static const ft_op ft__op_add = {
 
 static const ft_op ft__op_add_trailing = {
     "add", 2, 1, 0, FT_IN(0) | FT_IN(1), FT_IN(0) | FT_IN(1), { 0 }, 0, 0, FT_OP_GRAD_OVER_DOUT,
-    ft__trailing_infer, ft__cost_one, NULL, ft__add_forward, ft__add_backward, NULL, NULL, NULL,
+    ft__trailing_infer, ft__cost_one, ft__binary_scratch, ft__add_forward, ft__add_backward, NULL,
+    NULL, NULL,
     FT_GPU_KERNELS(ftk_add_forward, ftk_add_backward, NULL)
 };
 
@@ -5356,7 +5404,8 @@ static const ft_op ft__op_add_inplace = {
 static const ft_op ft__op_mul = {
     "mul", 2, 1, 0, FT_IN(0) | FT_IN(1), FT_IN(0) | FT_IN(1), { FT_IN(1), FT_IN(0) }, FT_OUT(0), 0,
     FT_OP_GRAD_OVER_DOUT,
-    ft__trailing_infer, ft__cost_one, NULL, ft__mul_forward, ft__mul_backward, NULL, NULL, NULL,
+    ft__trailing_infer, ft__cost_one, ft__binary_scratch, ft__mul_forward, ft__mul_backward, NULL,
+    NULL, NULL,
     FT_GPU_KERNELS(ftk_mul_forward, ftk_mul_backward, NULL)
 };
 
@@ -5631,8 +5680,10 @@ static ft_status ft__layer_norm_forward(const ft_op_call *call)
 
 static void ft__layer_norm_scratch(ft_op_call *call)
 {
-    if (call->backward && (call->din[1].present || call->din[2].present))
-        call->workspace_bytes = (size_t)ft__view_cols(&call->in[0]) * 2 * sizeof(float);
+    int64_t n = ft__view_rows(&call->in[0]), C = ft__view_cols(&call->in[0]);
+    if (!call->backward || (!call->din[1].present && !call->din[2].present)) return;
+    call->workspace_bytes = (size_t)C * 2 * sizeof(float);
+    if (call->device == FT_GPU) call->workspace_bytes = ft__gpu_norm_bytes(n, C, 2);
 }
 
 /* db += dy, for which x is not needed */
@@ -5741,6 +5792,12 @@ static ft_status ft__mean_forward(const ft_op_call *call)
     return FT_OK;
 }
 
+static void ft__mean_scratch(ft_op_call *call)
+{
+    if (call->device == FT_GPU && !call->backward)
+        call->workspace_bytes = ft__gpu_sum_bytes(ft__view_elems(&call->in[0]));
+}
+
 static ft_status ft__mean_backward(const ft_op_call *call)
 {
     int64_t n = ft__view_elems(&call->in[0]);
@@ -5755,7 +5812,8 @@ static ft_status ft__mean_backward(const ft_op_call *call)
 
 static const ft_op ft__op_mean = {
     "mean", 1, 1, 0, FT_IN(0), FT_IN(0), { 0 }, 0, 0, 0,
-    ft__mean_infer, ft__cost_sum, NULL, ft__mean_forward, ft__mean_backward, NULL, NULL, NULL,
+    ft__mean_infer, ft__cost_sum, ft__mean_scratch, ft__mean_forward, ft__mean_backward, NULL, NULL,
+    NULL,
     FT_GPU_KERNELS(ftk_mean_forward, ftk_mean_backward, NULL)
 };
 

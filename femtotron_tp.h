@@ -626,8 +626,20 @@ static ft_status ft__tp_bias_grad_forward(const ft_op_call *call)
     return FT_OK;
 }
 
+/* The device adds in parts of at least 64 rows, as femtotron.h's ft__gpu_rows_bytes says. */
+static void ft__tp_bias_grad_scratch(ft_op_call *call)
+{
+    int64_t n = ft__tp_rows(&call->in[0]), O = ft__tp_cols(&call->in[0]);
+    int64_t width = O % 8 ? 32 : 256, parts = 1056 / ((O + width - 1) / width);
+    if (parts > 256) parts = 256;
+    if (parts > (n + 63) / 64) parts = (n + 63) / 64;
+    if (call->device == FT_GPU && parts > 1)
+        call->workspace_bytes = (size_t)(parts * O) * sizeof(float);
+}
+
 static const ft_op ft__tp_op_bias_grad =
-    FT__TP_KERNEL("tp_bias_grad", 1, 0, NULL, ft__tp_bias_grad_forward, ftk_tp_bias_grad);
+    FT__TP_KERNEL("tp_bias_grad", 1, 0, ft__tp_bias_grad_scratch, ft__tp_bias_grad_forward,
+                  ftk_tp_bias_grad);
 
 static ft_status ft__tp_token_check(int32_t token, int64_t at, int64_t n, int64_t V)
 {
@@ -662,7 +674,10 @@ static const ft_op ft__tp_op_lookup =
 /* A list of positions for each of the table's rows: the head [Vt], the next position [N]. */
 static void ft__tp_lookup_grad_scratch(ft_op_call *call)
 {
-    call->workspace_bytes = (size_t)(call->out[0].shape[0] + ft__tp_elems(&call->in[0])) * 4;
+    int64_t rows = call->out[0].shape[0], n = ft__tp_elems(&call->in[0]);
+    call->workspace_bytes = (size_t)(rows + n) * 4;
+    if (call->device == FT_GPU) /* counts and ends [Vt], a counter, positions [N] */
+        call->workspace_bytes = (size_t)(2 * rows + 1 + n) * 4;
 }
 
 /* dtable[Vt,C] = or += (i[2]) the rows of dy[N,C] by token, in token order, each row of the table

@@ -489,6 +489,14 @@ static ft_status ft__zero_sumsq_run(const ft_op_call *call)
     return FT_OK;
 }
 
+/* The device adds in blocks of at least 4096 elements, one double each. */
+static void ft__zero_sumsq_scratch(ft_op_call *call)
+{
+    int64_t blocks = (call->attr.i[1] + 4095) / 4096;
+    if (call->device == FT_GPU)
+        call->workspace_bytes = (size_t)(blocks < 1056 ? blocks : 1056) * sizeof(double);
+}
+
 /* out[0] = {sum of in[0] in order, in[1][0] if f[0] is set}: what this rank contributes to norm and
    loss. */
 static ft_status ft__zero_local_run(const ft_op_call *call)
@@ -630,7 +638,7 @@ static ft_status ft__zero_update_run(const ft_op_call *call)
       scratch, run, NULL, NULL, NULL, NULL, FT_GPU_KERNELS(gpu, NULL, NULL) }
 
 static const ft_op ft__zero_rows[] = {
-    FT__ZERO_ROW("zero sum of squares", 1, 1, NULL, ft__zero_sumsq_run,
+    FT__ZERO_ROW("zero sum of squares", 1, 1, ft__zero_sumsq_scratch, ft__zero_sumsq_run,
                  ftk_zero_sumsq),
     FT__ZERO_ROW("zero local scalars", 2, 1, NULL, ft__zero_local_run,
                  ftk_zero_local),

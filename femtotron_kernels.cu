@@ -1,0 +1,2690 @@
+/* femtotron_kernels.cu: Femtotron's kernels for NVIDIA GPUs.
+
+   DO THIS
+     nvcc -std=c++17 -O3 -DFT_CUDA -gencode=arch=compute_90a,code=sm_90a -c femtotron_kernels.cu
+     and link the object with the program whose headers were compiled with -DFT_CUDA.
+     Any chip from sm_80 on; never with -use_fast_math: fp32 results are held to 1e-5.
+
+   WHAT IT DOES NOT DO
+     No GEMMs (cuBLASLt's, see femtotron.h), no communication, no memory of its own, no waiting.
+
+   CONTENTS  >>elements   loads, stores, sums over threads, launches
+             >>moves      fill, copy, accumulate, sum of many, one input, two inputs, SwiGLU
+             >>columns    sums of rows: gradients of biases and of whatever is repeated
+             >>norms      RMSNorm, residual + RMSNorm, norm of heads, layer norm
+             >>rope       rotary positions
+             >>softmax    softmax, mean
+             >>lookup     embedding, and the vocabulary-parallel one
+             >>loss       cross-entropy over chunks of logits, and the vocabulary-parallel one
+             >>zero       norm, control and optimizers of the training step
+
+   CONCEPTS
+     element    fp32 or bf16 in memory, fp32 in registers, rounded once where it is stored. The
+                gradient of an input may have the other type, and may be added to what is there.
+     width      W = 16 / sizeof(T): a thread moves 16 bytes at a time where the length of a row is a
+                multiple of W and every address is aligned, single elements elsewhere.
+     order      A sum's order follows from shapes alone, never from addresses, the chip or timing:
+                row kernels choose their path by shape, and load piecewise what is not aligned.
+                Long sums have a number of parts that the workspace fixes, then a second kernel.
+     in place   A thread reads all that an element depends on before it writes that element.
+     indices    64 bits.
+
+   LETTERS  B batch, T tokens of a sequence, C hidden, H query heads, K kv heads, D head size,
+            F feed-forward, V vocabulary, N rows (tokens). As a template's parameter T is the type.
+
+   License: MIT, see LICENSE. */
+
+#ifndef FT_CUDA
+#define FT_CUDA
+#endif
+#include "femtotron.h"
+#include "femtotron_zero.h"
+
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <math.h>
+#include <string.h>
+
+/* ---------------------------------------------------------------------------------- >>elements */
+
+typedef __nv_bfloat16 bf16;
+
+#define FTK_WIDTH(T) ((int)(16 / sizeof(T)))
+#define FTK_BLOCKS 1056 /* enough for any chip; loops over more work than that are strided */
+
+/* 16 bytes as they lie; piecewise where `vec` says that addresses are not aligned. */
+static __device__ __forceinline__ uint4 take(const bf16 *p, int vec)
+{
+    if (vec) return *(const uint4 *)p;
+    const unsigned short *e = (const unsigned short *)p;
+    uint4 r;
+    r.x = e[0] | (unsigned)e[1] << 16;
+    r.y = e[2] | (unsigned)e[3] << 16;
+    r.z = e[4] | (unsigned)e[5] << 16;
+    r.w = e[6] | (unsigned)e[7] << 16;
+    return r;
+}
+
+static __device__ __forceinline__ uint4 take(const float *p, int vec)
+{
+    if (vec) return *(const uint4 *)p;
+    const unsigned *e = (const unsigned *)p;
+    return make_uint4(e[0], e[1], e[2], e[3]);
+}
+
+static __device__ __forceinline__ void open(float (&v)[4], uint4 r)
+{
+    v[0] = __uint_as_float(r.x);
+    v[1] = __uint_as_float(r.y);
+    v[2] = __uint_as_float(r.z);
+    v[3] = __uint_as_float(r.w);
+}
+
+static __device__ __forceinline__ void open2(float &low, float &high, unsigned pair)
+{
+    low = __uint_as_float(pair << 16);
+    high = __uint_as_float(pair & 0xffff0000u);
+}
+
+static __device__ __forceinline__ void open(float (&v)[8], uint4 r)
+{
+    open2(v[0], v[1], r.x);
+    open2(v[2], v[3], r.y);
+    open2(v[4], v[5], r.z);
+    open2(v[6], v[7], r.w);
+}
+
+static __device__ __forceinline__ unsigned pair_of(float low, float high)
+{
+    return (unsigned)__bfloat16_as_ushort(__float2bfloat16_rn(low)) |
+           (unsigned)__bfloat16_as_ushort(__float2bfloat16_rn(high)) << 16;
+}
+
+static __device__ __forceinline__ float rounded(float x, const float *) { return x; }
+static __device__ __forceinline__ float rounded(float x, const bf16 *)
+{
+    return __bfloat162float(__float2bfloat16_rn(x));
+}
+
+/* get: W elements from p to fp32; put: back. Widths are 1, 4 and 8. */
+static __device__ __forceinline__ void get(float (&v)[1], const float *p, int) { v[0] = *p; }
+static __device__ __forceinline__ void get(float (&v)[1], const bf16 *p, int)
+{
+    v[0] = __bfloat162float(*p);
+}
+static __device__ __forceinline__ void get(float (&v)[4], const float *p, int vec)
+{
+    open(v, take(p, vec));
+}
+static __device__ __forceinline__ void get(float (&v)[8], const float *p, int vec)
+{
+    float low[4], high[4];
+    open(low, take(p, vec));
+    open(high, take(p + 4, vec));
+    for (int j = 0; j < 4; j++) {
+        v[j] = low[j];
+        v[4 + j] = high[j];
+    }
+}
+static __device__ __forceinline__ void get(float (&v)[4], const bf16 *p, int vec)
+{
+    if (vec) {
+        uint2 r = *(const uint2 *)p;
+        open2(v[0], v[1], r.x);
+        open2(v[2], v[3], r.y);
+    } else {
+        for (int j = 0; j < 4; j++) v[j] = __bfloat162float(p[j]);
+    }
+}
+static __device__ __forceinline__ void get(float (&v)[8], const bf16 *p, int vec)
+{
+    open(v, take(p, vec));
+}
+
+static __device__ __forceinline__ void put(float *p, const float (&v)[1], int) { *p = v[0]; }
+static __device__ __forceinline__ void put(bf16 *p, const float (&v)[1], int)
+{
+    *p = __float2bfloat16_rn(v[0]);
+}
+static __device__ __forceinline__ void put(float *p, const float (&v)[4], int vec)
+{
+    if (vec) *(float4 *)p = make_float4(v[0], v[1], v[2], v[3]);
+    else
+        for (int j = 0; j < 4; j++) p[j] = v[j];
+}
+static __device__ __forceinline__ void put(float *p, const float (&v)[8], int vec)
+{
+    if (vec) {
+        ((float4 *)p)[0] = make_float4(v[0], v[1], v[2], v[3]);
+        ((float4 *)p)[1] = make_float4(v[4], v[5], v[6], v[7]);
+    } else {
+        for (int j = 0; j < 8; j++) p[j] = v[j];
+    }
+}
+static __device__ __forceinline__ void put(bf16 *p, const float (&v)[4], int vec)
+{
+    if (vec) *(uint2 *)p = make_uint2(pair_of(v[0], v[1]), pair_of(v[2], v[3]));
+    else
+        for (int j = 0; j < 4; j++) p[j] = __float2bfloat16_rn(v[j]);
+}
+static __device__ __forceinline__ void put(bf16 *p, const float (&v)[8], int vec)
+{
+    if (vec)
+        *(uint4 *)p = make_uint4(pair_of(v[0], v[1]), pair_of(v[2], v[3]), pair_of(v[4], v[5]),
+                                 pair_of(v[6], v[7]));
+    else
+        for (int j = 0; j < 8; j++) p[j] = __float2bfloat16_rn(v[j]);
+}
+
+/* Where a result goes whose type is not the inputs', or that adds: a gradient. */
+typedef struct grad_out {
+    void *data; /* NULL: not wanted */
+    int half;   /* bf16 */
+    int add;
+} grad_out;
+
+template <int W>
+static __device__ __forceinline__ void give(const grad_out &to, int64_t i, float (&v)[W], int vec)
+{
+    float old[W];
+    if (to.half) {
+        bf16 *p = (bf16 *)to.data + i;
+        if (to.add) {
+            get(old, p, vec);
+            for (int j = 0; j < W; j++) v[j] += old[j];
+        }
+        put(p, v, vec);
+    } else {
+        float *p = (float *)to.data + i;
+        if (to.add) {
+            get(old, p, vec);
+            for (int j = 0; j < W; j++) v[j] += old[j];
+        }
+        put(p, v, vec);
+    }
+}
+
+template <int W> static __device__ __forceinline__ void zero(float (&v)[W])
+{
+    for (int j = 0; j < W; j++) v[j] = 0;
+}
+
+/* Absent memory reads as zero. */
+template <int W, typename T>
+static __device__ __forceinline__ void get_or_zero(float (&v)[W], const T *base, int64_t i, int vec)
+{
+    if (base) get(v, base + i, vec);
+    else zero(v);
+}
+
+/* Sums over groups of `lanes` neighbouring threads: a power of two up to 32, or a multiple of 32.
+   All threads of the block call it equally often, each with a `room` that was not used by the call
+   before; every thread of a group gets the same bits. */
+static __device__ __forceinline__ float2 group_sum(float2 s, int lanes, float2 *room)
+{
+    for (int o = (lanes < 32 ? lanes : 32) / 2; o; o >>= 1) {
+        s.x += __shfl_xor_sync(~0u, s.x, o);
+        s.y += __shfl_xor_sync(~0u, s.y, o);
+    }
+    if (lanes <= 32) return s;
+    const int warps = lanes / 32, first = (int)threadIdx.x / lanes * warps;
+    if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = s;
+    __syncthreads();
+    s = make_float2(0, 0);
+    for (int i = 0; i < warps; i++) {
+        s.x += room[first + i].x;
+        s.y += room[first + i].y;
+    }
+    return s;
+}
+
+/* Over the whole block, whose size is a multiple of 32; may be called again at once. */
+static __device__ float2 block_sum(float2 s, float2 *room)
+{
+    __syncthreads();
+    return group_sum(s, (int)blockDim.x, room);
+}
+
+static __device__ float block_max(float m, float *room)
+{
+    for (int o = 16; o; o >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, o));
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = m;
+    __syncthreads();
+    for (int i = 0; i < (int)blockDim.x / 32; i++) m = fmaxf(m, room[i]);
+    return m;
+}
+
+static __device__ double block_sum(double s, double *room)
+{
+    for (int o = 16; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = s;
+    __syncthreads();
+    s = 0;
+    for (int i = 0; i < (int)blockDim.x / 32; i++) s += room[i];
+    return s;
+}
+
+/* A value that cannot be, at `position`: the first one is what the host reports. */
+static __device__ void note_fault(uint64_t *fault, int kind, int64_t position, int32_t value,
+                                  int64_t V)
+{
+    if (!fault) return;
+    atomicMin((unsigned long long *)fault + 2 * kind,
+              (unsigned long long)position << 32 | (unsigned)value);
+    fault[2 * kind + 1] = (uint64_t)V;
+}
+
+/* ---- the host's side ---- */
+
+static ft_status launched(const char *name)
+{
+    cudaError_t error = cudaGetLastError();
+    if (error == cudaSuccess) return FT_OK;
+    return ft_error(FT_ERR_UNSUPPORTED, "kernel %s was not launched: %s", name,
+                    cudaGetErrorString(error));
+}
+
+static int64_t elems_of(const ft_view *v)
+{
+    int64_t n = 1;
+    for (int i = 0; i < v->ndim; i++) n *= v->shape[i];
+    return n;
+}
+
+static int64_t cols_of(const ft_view *v) { return v->ndim ? v->shape[v->ndim - 1] : 1; }
+
+static int64_t rows_of(const ft_view *v)
+{
+    int64_t n = 1;
+    for (int i = 0; i + 1 < v->ndim; i++) n *= v->shape[i];
+    return n;
+}
+
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t over(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+static const void *data_of(const ft_view *v) { return v->present ? v->data : NULL; }
+
+static grad_out grad_of(const ft_view *v, int add)
+{
+    grad_out g;
+    g.data = v->present ? v->data : NULL;
+    g.half = v->dtype == FT_BF16;
+    g.add = add;
+    return g;
+}
+
+static int width_of(ft_dtype t) { return t == FT_BF16 ? 8 : 4; }
+
+#define FTK_AT(p) ((uintptr_t)(p))
+static int aligned(uintptr_t addresses) { return (addresses & 15) == 0; }
+
+static cudaStream_t stream_of(const ft_op_call *call) { return (cudaStream_t)call->stream; }
+
+/* The gradient of an output has the output's type; the tape sees to it. */
+static ft_status check_dout(const ft_op_call *call, int o, ft_dtype t)
+{
+    if (!call->dout[o].present || call->dout[o].dtype == t) return FT_OK;
+    return ft_error(FT_ERR_UNSUPPORTED, "%s: the gradient of output %d is %s, the inputs are %s",
+                    call->op->name, o, ft_dtype_name(call->dout[o].dtype), ft_dtype_name(t));
+}
+
+/* A plane of rows x items for elementwise kernels: threads x along a row, threads y over rows,
+   strided, so that no index needs a division. An item is W elements of a row; the last item of a
+   single row may be shorter. */
+typedef struct plane {
+    dim3 grid, block;
+    int64_t rows, cols; /* elements */
+    int wide;           /* items of W elements, otherwise of 1 */
+} plane;
+
+static plane plane_of(int64_t rows, int64_t cols, ft_dtype t, uintptr_t addresses)
+{
+    plane p;
+    int64_t W = width_of(t), items, x = 1;
+    p.rows = rows;
+    p.cols = cols;
+    p.wide = aligned(addresses) && (rows == 1 || cols % W == 0);
+    items = p.wide ? over(cols, W) : cols;
+    while (x < 256 && x < items) x *= 2;
+    p.block = dim3((unsigned)x, (unsigned)(256 / x), 1);
+    p.grid = dim3((unsigned)over(items, x), (unsigned)least(over(rows, 256 / x), 65535), 1);
+    return p;
+}
+
+#define FTK_EACH_ROW(row, rows)                                                                    \
+    for (int64_t row = (int64_t)blockIdx.y * blockDim.y + threadIdx.y; row < (rows);               \
+         row += (int64_t)gridDim.y * blockDim.y)
+
+/* First element of this thread's item. */
+template <int W> static __device__ __forceinline__ int64_t item_at(void)
+{
+    return ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) * W;
+}
+
+/* Launches kernel<T, W> for a plane; call `launched` afterwards. */
+#define FTK_PLANE(kernel, dtype, p, stream, ...)                                                   \
+    do {                                                                                           \
+        if ((dtype) == FT_BF16 && (p).wide)                                                        \
+            kernel<bf16, 8><<<(p).grid, (p).block, 0, stream>>>(__VA_ARGS__);                      \
+        else if ((dtype) == FT_BF16)                                                               \
+            kernel<bf16, 1><<<(p).grid, (p).block, 0, stream>>>(__VA_ARGS__);                      \
+        else if ((p).wide)                                                                         \
+            kernel<float, 4><<<(p).grid, (p).block, 0, stream>>>(__VA_ARGS__);                     \
+        else kernel<float, 1><<<(p).grid, (p).block, 0, stream>>>(__VA_ARGS__);                    \
+    } while (0)
+
+/* The same for kernels whose blocks are not a plane's. */
+#define FTK_ROWS(kernel, dtype, wide, grid, block, shared, stream, ...)                            \
+    do {                                                                                           \
+        if ((dtype) == FT_BF16 && (wide))                                                          \
+            kernel<bf16, 8><<<grid, block, shared, stream>>>(__VA_ARGS__);                         \
+        else if ((dtype) == FT_BF16)                                                               \
+            kernel<bf16, 1><<<grid, block, shared, stream>>>(__VA_ARGS__);                         \
+        else if (wide)                                                                             \
+            kernel<float, 4><<<grid, block, shared, stream>>>(__VA_ARGS__);                        \
+        else kernel<float, 1><<<grid, block, shared, stream>>>(__VA_ARGS__);                       \
+    } while (0)
+
+/* ------------------------------------------------------------------------------------- >>moves
+
+   Elementwise: one thread an item, every byte once. Bound: the sum of the operands' bytes over the
+   memory's bandwidth. */
+
+/* ---- fill: y[n] = value; n elements out. U: the element's bits. ---- */
+
+template <typename U, int W>
+static __global__ void fill_kernel(U *y, U bits, int64_t n)
+{
+    int64_t i = item_at<W>();
+    if (W > 1 && i + W <= n) {
+        unsigned word = sizeof(U) == 2 ? (unsigned)bits | (unsigned)bits << 16 : (unsigned)bits;
+        *(uint4 *)(y + i) = make_uint4(word, word, word, word);
+        return;
+    }
+    for (int j = 0; j < W && i + j < n; j++) y[i + j] = bits;
+}
+
+static void fill(void *y, ft_dtype t, uint32_t bits, int64_t n, cudaStream_t stream)
+{
+    plane p = plane_of(1, n, t, FTK_AT(y));
+    if (t == FT_BF16) {
+        unsigned short half = (unsigned short)bits;
+        if (p.wide)
+            fill_kernel<unsigned short, 8><<<p.grid, p.block, 0, stream>>>((unsigned short *)y,
+                                                                           half, n);
+        else
+            fill_kernel<unsigned short, 1><<<p.grid, p.block, 0, stream>>>((unsigned short *)y,
+                                                                           half, n);
+    } else if (p.wide) {
+        fill_kernel<unsigned, 4><<<p.grid, p.block, 0, stream>>>((unsigned *)y, bits, n);
+    } else {
+        fill_kernel<unsigned, 1><<<p.grid, p.block, 0, stream>>>((unsigned *)y, bits, n);
+    }
+}
+
+FT_API ft_status ftk_fill_forward(const ft_op_call *call)
+{
+    const ft_view *y = &call->out[0];
+    float value = (float)call->attr.f[0];
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if (y->dtype == FT_I32) bits = (uint32_t)(int32_t)call->attr.f[0];
+    if (y->dtype == FT_BF16) /* as ft_bf16_from_f32 */
+        bits = (bits & 0x7fffffffu) > 0x7f800000u ? (bits >> 16 | 0x40u)
+                                                  : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+    fill(y->data, y->dtype, bits, elems_of(y), stream_of(call));
+    return launched("fill");
+}
+
+/* ---- copy and accumulate: to[r, c] = or += from[r, c], rows `stride` elements apart in both;
+   absent `from` is zero ---- */
+
+template <typename T, int W>
+static __global__ void move_kernel(grad_out to, const T *from, int64_t rows, int64_t cols,
+                                   int64_t stride)
+{
+    int64_t c = item_at<W>();
+    if (c >= cols) return;
+    FTK_EACH_ROW(row, rows) {
+        int64_t i = row * stride + c;
+        if (c + W <= cols) {
+            float v[W];
+            get_or_zero(v, from, i, 1);
+            give(to, i, v, 1);
+        } else {
+            for (int64_t j = 0; j < cols - c; j++) {
+                float v[1];
+                get_or_zero(v, from, i + j, 1);
+                give(to, i + j, v, 1);
+            }
+        }
+    }
+}
+
+static ft_status move(const char *name, grad_out to, const void *from, ft_dtype t, int64_t rows,
+                      int64_t cols, int64_t stride, cudaStream_t stream)
+{
+    uintptr_t at = FTK_AT(to.data) | FTK_AT(from);
+    if (rows > 1 && stride % width_of(t)) at = 1; /* rows begin anywhere */
+    plane p = plane_of(rows, cols, t, at);
+    if (t == FT_BF16 && p.wide)
+        move_kernel<bf16, 8><<<p.grid, p.block, 0, stream>>>(to, (const bf16 *)from, rows, cols,
+                                                             stride);
+    else if (t == FT_BF16)
+        move_kernel<bf16, 1><<<p.grid, p.block, 0, stream>>>(to, (const bf16 *)from, rows, cols,
+                                                             stride);
+    else if (p.wide)
+        move_kernel<float, 4><<<p.grid, p.block, 0, stream>>>(to, (const float *)from, rows, cols,
+                                                              stride);
+    else
+        move_kernel<float, 1><<<p.grid, p.block, 0, stream>>>(to, (const float *)from, rows, cols,
+                                                              stride);
+    return launched(name);
+}
+
+/* A gradient goes over as it is; nothing to do where both are the same memory. */
+static ft_status pass_on(const char *name, const ft_op_call *call, const ft_view *to,
+                         const ft_view *from, int64_t n)
+{
+    ft_dtype t = from->present ? from->dtype : to->dtype;
+    if (from->present && to->data == from->data) return FT_OK;
+    return move(name, grad_of(to, call->accumulate[0]), data_of(from), t, 1, n, n,
+                stream_of(call));
+}
+
+FT_API ft_status ftk_copy_forward(const ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *y = &call->out[0];
+    int64_t n = elems_of(x);
+    if (x->dtype != y->dtype)
+        return move("copy", grad_of(y, 0), x->data, x->dtype, 1, n, n, stream_of(call));
+    if (x->data == y->data) return FT_OK;
+    cudaError_t error = cudaMemcpyAsync(y->data, x->data, (size_t)n * ft_dtype_bytes(x->dtype),
+                                        cudaMemcpyDeviceToDevice, stream_of(call));
+    if (error == cudaSuccess) return FT_OK;
+    (void)cudaGetLastError();
+    return ft_error(FT_ERR_UNSUPPORTED, "copy of %lld %s: %s", (long long)n,
+                    ft_dtype_name(x->dtype), cudaGetErrorString(error));
+}
+
+FT_API ft_status ftk_accumulate_forward(const ft_op_call *call)
+{
+    int64_t n = elems_of(&call->in[0]);
+    return move("accumulate", grad_of(&call->out[0], 1), call->in[0].data, call->in[0].dtype, 1, n,
+                n, stream_of(call));
+}
+
+/* ---- out[i] = sum over r of in[r][i], in that order in fp32, rounded once: n + 1 times the bytes
+   of out. The reduction of the local transport: pointers may be a peer's. ---- */
+
+enum { FTK_SUM_MOST = 256 };
+typedef struct sum_args { const void *in[FTK_SUM_MOST]; } sum_args;
+
+template <typename T, int W>
+static __device__ __forceinline__ void sum_at(T *out, const sum_args &a, int n, int64_t i)
+{
+    float s[W], v[W];
+    get(s, (const T *)a.in[0] + i, 1);
+#pragma unroll 4
+    for (int r = 1; r < n; r++) {
+        get(v, (const T *)a.in[r] + i, 1);
+        for (int j = 0; j < W; j++) s[j] += v[j];
+    }
+    put(out + i, s, 1);
+}
+
+template <typename T, int W>
+static __global__ void sum_kernel(void *out, const __grid_constant__ sum_args a, int n,
+                                  int64_t count)
+{
+    int64_t i = item_at<W>();
+    if (i + W <= count) sum_at<T, W>((T *)out, a, n, i);
+    else
+        for (; i < count; i++) sum_at<T, 1>((T *)out, a, n, i);
+}
+
+FT_API ft_status ftk_sum(void *stream, void *out, ft_dtype dtype, int n, const void *const *in,
+                         int64_t count)
+{
+    sum_args a;
+    uintptr_t at = FTK_AT(out);
+    if (n < 1 || n > FTK_SUM_MOST || (dtype != FT_F32 && dtype != FT_BF16))
+        return ft_error(FT_ERR_UNSUPPORTED, "ftk_sum of %d %s arrays: 1 to %d, fp32 or bf16", n,
+                        ft_dtype_name(dtype), (int)FTK_SUM_MOST);
+    if (count < 1) return FT_OK;
+    memset(&a, 0, sizeof a);
+    for (int r = 0; r < n; r++) {
+        a.in[r] = in[r];
+        at |= FTK_AT(in[r]);
+    }
+    plane p = plane_of(1, count, dtype, at);
+    FTK_PLANE(sum_kernel, dtype, p, (cudaStream_t)stream, out, a, n, count);
+    return launched("sum");
+}
+
+/* ---- one input: scale, gelu, silu ---- */
+
+enum { UNARY_SCALE = 0, UNARY_GELU, UNARY_SILU };
+
+/* gelu: x Phi(x); Phi(x) = erfc(-x / sqrt 2) / 2 keeps its digits for negative x. */
+static __device__ __forceinline__ float unary_value(int kind, float factor, float x)
+{
+    if (kind == UNARY_SCALE) return x * factor;
+    if (kind == UNARY_GELU) return x * (0.5f * erfcf(-0.70710678118654752f * x));
+    return x / (1.0f + expf(-x));
+}
+
+/* gelu' = Phi(x) + x phi(x); silu' = s (1 + x (1 - s)). */
+static __device__ __forceinline__ float unary_slope(int kind, float factor, float x)
+{
+    if (kind == UNARY_SCALE) return factor;
+    if (kind == UNARY_GELU)
+        return 0.5f * erfcf(-0.70710678118654752f * x) +
+               0.39894228040143268f * x * expf(-0.5f * x * x);
+    float s = 1.0f / (1.0f + expf(-x));
+    return s * (1.0f + x * (1.0f - s));
+}
+
+template <typename T, int W>
+static __device__ __forceinline__ void unary_at(T *y, const T *x, int kind, float factor, int64_t i)
+{
+    float v[W];
+    get(v, x + i, 1);
+    for (int j = 0; j < W; j++) v[j] = unary_value(kind, factor, v[j]);
+    put(y + i, v, 1);
+}
+
+template <typename T, int W>
+static __global__ void unary_kernel(void *y, const void *x, int kind, float factor, int64_t n)
+{
+    int64_t i = item_at<W>();
+    if (i + W <= n) unary_at<T, W>((T *)y, (const T *)x, kind, factor, i);
+    else
+        for (; i < n; i++) unary_at<T, 1>((T *)y, (const T *)x, kind, factor, i);
+}
+
+template <typename T, int W>
+static __device__ __forceinline__ void unary_grad_at(const grad_out &dx, const T *dy, const T *x,
+                                                     int kind, float factor, int64_t i)
+{
+    float g[W], v[W];
+    get_or_zero(g, dy, i, 1);
+    get_or_zero(v, x, i, 1);
+    for (int j = 0; j < W; j++) g[j] *= unary_slope(kind, factor, v[j]);
+    give(dx, i, g, 1);
+}
+
+template <typename T, int W>
+static __global__ void unary_grad_kernel(grad_out dx, const void *dy, const void *x, int kind,
+                                         float factor, int64_t n)
+{
+    int64_t i = item_at<W>();
+    if (i + W <= n) unary_grad_at<T, W>(dx, (const T *)dy, (const T *)x, kind, factor, i);
+    else
+        for (; i < n; i++)
+            unary_grad_at<T, 1>(dx, (const T *)dy, (const T *)x, kind, factor, i);
+}
+
+static ft_status unary_forward(const ft_op_call *call, int kind)
+{
+    const ft_view *x = &call->in[0], *y = &call->out[0];
+    int64_t n = elems_of(x);
+    plane p = plane_of(1, n, x->dtype, FTK_AT(x->data) | FTK_AT(y->data));
+    FTK_PLANE(unary_kernel, x->dtype, p, stream_of(call), y->data, x->data, kind,
+              (float)call->attr.f[0], n);
+    return launched(call->op->name);
+}
+
+static ft_status unary_backward(const ft_op_call *call, int kind)
+{
+    const ft_view *x = &call->in[0], *dx = &call->din[0];
+    const void *at = kind == UNARY_SCALE ? NULL : x->data, *dy = data_of(&call->dout[0]);
+    int64_t n = elems_of(x);
+    if (!dx->present) return FT_OK;
+    FT_TRY(check_dout(call, 0, x->dtype));
+    plane p = plane_of(1, n, x->dtype, FTK_AT(dx->data) | FTK_AT(at) | FTK_AT(dy));
+    FTK_PLANE(unary_grad_kernel, x->dtype, p, stream_of(call), grad_of(dx, call->accumulate[0]), dy,
+              at, kind, (float)call->attr.f[0], n);
+    return launched(call->op->name);
+}
+
+FT_API ft_status ftk_scale_forward(const ft_op_call *c) { return unary_forward(c, UNARY_SCALE); }
+FT_API ft_status ftk_scale_backward(const ft_op_call *c) { return unary_backward(c, UNARY_SCALE); }
+FT_API ft_status ftk_gelu_forward(const ft_op_call *c) { return unary_forward(c, UNARY_GELU); }
+FT_API ft_status ftk_gelu_backward(const ft_op_call *c) { return unary_backward(c, UNARY_GELU); }
+FT_API ft_status ftk_silu_forward(const ft_op_call *c) { return unary_forward(c, UNARY_SILU); }
+FT_API ft_status ftk_silu_backward(const ft_op_call *c) { return unary_backward(c, UNARY_SILU); }
+
+/* ---- y[rows, n] = a[rows, n] (+ or *) b[n]; y may be a. The same kernel makes mul's da = dy b. */
+
+template <typename T, int W>
+static __device__ __forceinline__ void binary_at(const grad_out &y, const T *a, const T *b,
+                                                 int product, int64_t i, int64_t c)
+{
+    float v[W], w[W];
+    get_or_zero(v, a, i, 1);
+    get(w, b + c, 1);
+    for (int j = 0; j < W; j++) v[j] = product ? v[j] * w[j] : v[j] + w[j];
+    give(y, i, v, 1);
+}
+
+template <typename T, int W>
+static __global__ void binary_kernel(grad_out y, const void *a, const void *b, int product,
+                                     int64_t rows, int64_t n)
+{
+    int64_t c = item_at<W>();
+    if (c >= n) return;
+    FTK_EACH_ROW(row, rows) {
+        int64_t i = row * n + c;
+        if (c + W <= n) binary_at<T, W>(y, (const T *)a, (const T *)b, product, i, c);
+        else
+            for (int64_t j = 0; j < n - c; j++)
+                binary_at<T, 1>(y, (const T *)a, (const T *)b, product, i + j, c + j);
+    }
+}
+
+static ft_status binary(const ft_op_call *call, grad_out y, const void *a, int product)
+{
+    const ft_view *b = &call->in[1];
+    int64_t n = elems_of(b), rows = elems_of(&call->in[0]) / n;
+    plane p = plane_of(rows, n, b->dtype, FTK_AT(y.data) | FTK_AT(a) | FTK_AT(b->data));
+    FTK_PLANE(binary_kernel, b->dtype, p, stream_of(call), y, a, b->data, product, rows, n);
+    return launched(call->op->name);
+}
+
+FT_API ft_status ftk_add_forward(const ft_op_call *call)
+{
+    return binary(call, grad_of(&call->out[0], 0), call->in[0].data, 0);
+}
+
+FT_API ft_status ftk_mul_forward(const ft_op_call *call)
+{
+    return binary(call, grad_of(&call->out[0], 0), call->in[0].data, 1);
+}
+
+/* ---- SwiGLU: y[N,F] = silu(gate) up, gu[N,2F] = (gate, up); 3 F elements a row forward, 5 F
+   backward: dgate = dy up s (1 + gate (1 - s)), dup = dy gate s, s = sigmoid(gate). The gradient
+   may lie over gu: a thread has read both halves of its columns before it writes them. ---- */
+
+template <typename T, int W>
+static __global__ void swiglu_kernel(void *y_, const void *gu_, int64_t rows, int64_t F)
+{
+    T *y = (T *)y_;
+    const T *gu = (const T *)gu_;
+    int64_t c = item_at<W>();
+    if (c >= F) return;
+    FTK_EACH_ROW(row, rows) {
+        float g[W], u[W];
+        get(g, gu + row * 2 * F + c, 1);
+        get(u, gu + row * 2 * F + F + c, 1);
+        for (int j = 0; j < W; j++) g[j] = g[j] / (1.0f + expf(-g[j])) * u[j];
+        put(y + row * F + c, g, 1);
+    }
+}
+
+template <typename T, int W>
+static __global__ void swiglu_grad_kernel(grad_out dgu, const void *dy, const void *gu_,
+                                          int64_t rows, int64_t F)
+{
+    const T *gu = (const T *)gu_;
+    int64_t c = item_at<W>();
+    if (c >= F) return;
+    FTK_EACH_ROW(row, rows) {
+        const int64_t gate = row * 2 * F + c;
+        float g[W], u[W], d[W];
+        get(g, gu + gate, 1);
+        get(u, gu + gate + F, 1);
+        get_or_zero(d, (const T *)dy, row * F + c, 1);
+        for (int j = 0; j < W; j++) {
+            float s = 1.0f / (1.0f + expf(-g[j])), dup = d[j] * g[j] * s;
+            g[j] = d[j] * u[j] * s * (1.0f + g[j] * (1.0f - s));
+            u[j] = dup;
+        }
+        give(dgu, gate, g, 1);
+        give(dgu, gate + F, u, 1);
+    }
+}
+
+/* Rows must be whole items, also a single one: `up` begins behind F elements. */
+static plane swiglu_plane(int64_t rows, int64_t F, ft_dtype t, uintptr_t addresses)
+{
+    return plane_of(rows, F, t, F % width_of(t) ? addresses | 1 : addresses);
+}
+
+FT_API ft_status ftk_swiglu_forward(const ft_op_call *call)
+{
+    const ft_view *gu = &call->in[0], *y = &call->out[0];
+    int64_t rows = rows_of(y), F = cols_of(y);
+    plane p = swiglu_plane(rows, F, gu->dtype, FTK_AT(gu->data) | FTK_AT(y->data));
+    FTK_PLANE(swiglu_kernel, gu->dtype, p, stream_of(call), y->data, gu->data, rows, F);
+    return launched("swiglu");
+}
+
+FT_API ft_status ftk_swiglu_backward(const ft_op_call *call)
+{
+    const ft_view *gu = &call->in[0], *dgu = &call->din[0];
+    const void *dy = data_of(&call->dout[0]);
+    int64_t rows = rows_of(gu), F = cols_of(gu) / 2;
+    if (!dgu->present) return FT_OK;
+    FT_TRY(check_dout(call, 0, gu->dtype));
+    plane p = swiglu_plane(rows, F, gu->dtype, FTK_AT(gu->data) | FTK_AT(dgu->data) | FTK_AT(dy));
+    FTK_PLANE(swiglu_grad_kernel, gu->dtype, p, stream_of(call),
+              grad_of(dgu, call->accumulate[0]), dy, gu->data, rows, F);
+    return launched("swiglu");
+}
+
+/* ---- every row of y[n,o] = or += b[o] ---- */
+
+template <typename T, int W>
+static __global__ void rows_fill_kernel(grad_out y, const void *b, int64_t rows, int64_t n)
+{
+    int64_t c = item_at<W>();
+    if (c >= n) return;
+    FTK_EACH_ROW(row, rows) {
+        int64_t i = row * n + c;
+        if (c + W <= n) {
+            float v[W];
+            get(v, (const T *)b + c, 1);
+            give(y, i, v, 1);
+        } else {
+            for (int64_t j = 0; j < n - c; j++) {
+                float v[1];
+                get(v, (const T *)b + c + j, 1);
+                give(y, i + j, v, 1);
+            }
+        }
+    }
+}
+
+static ft_status rows_fill(cudaStream_t stream, grad_out y, const void *b, ft_dtype t, int64_t n,
+                           int64_t o)
+{
+    plane p = plane_of(n, o, t, FTK_AT(y.data) | FTK_AT(b));
+    FTK_PLANE(rows_fill_kernel, t, p, stream, y, b, n, o);
+    return launched("rows_fill");
+}
+
+FT_API ft_status ftk_rows_fill(void *stream, void *y, const void *b, ft_dtype dtype, int64_t n,
+                               int64_t o)
+{
+    grad_out to;
+    to.data = y;
+    to.half = dtype == FT_BF16;
+    to.add = 0;
+    return rows_fill((cudaStream_t)stream, to, b, dtype, n, o);
+}
+
+FT_API ft_status ftk_tp_bias(const ft_op_call *call)
+{
+    const ft_view *b = &call->in[0], *y = &call->out[0];
+    return rows_fill(stream_of(call), grad_of(y, call->attr.i[0] != 0), b->data, b->dtype,
+                     elems_of(y) / cols_of(y), cols_of(y));
+}
+
+/* ----------------------------------------------------------------------------------- >>columns
+
+   to[o] = or += sum over r of x[r, o] (times f[r, o]), x [n,o]. A block of 32 x 8 threads takes
+   32 W columns and, of the rows, one part: thread (x, y) adds rows y, y + 8, ... of W columns, then
+   the eight are added in order. Parts are fp32 rows [parts, o] in workspace, which a second kernel
+   adds: 32 columns a block, thread (x, y) parts y, y + 32, ..., then those in order. One part needs
+   no workspace. Reads n o elements once; the parts are at most 1/64 of that. */
+
+FT_API size_t ftk_rows_sum_bytes(int64_t n, int64_t o)
+{
+    int64_t blocks = over(o, o % 8 ? 32 : 256), parts = 1056 / blocks;
+    if (parts > 256) parts = 256;
+    if (parts > over(n, 64)) parts = over(n, 64);
+    return parts > 1 ? (size_t)parts * (size_t)o * sizeof(float) : 0;
+}
+
+static __global__ void parts_kernel(const float *parts, int64_t n, int64_t stride, int64_t cols,
+                                    grad_out to)
+{
+    __shared__ float room[32][33];
+    int64_t c = (int64_t)blockIdx.x * 32 + threadIdx.x;
+    float s = 0;
+    if (c < cols)
+        for (int64_t p = threadIdx.y; p < n; p += 32) s += parts[p * stride + c];
+    room[threadIdx.y][threadIdx.x] = s;
+    __syncthreads();
+    if (threadIdx.y || c >= cols) return;
+    float v[1] = {0};
+    for (int p = 0; p < 32; p++) v[0] += room[p][threadIdx.x];
+    give(to, c, v, 1);
+}
+
+/* to[cols] = or += sum of parts[n][cols], whose rows are `stride` apart. */
+static ft_status parts_sum(const char *name, const float *parts, int64_t n, int64_t stride,
+                           int64_t cols, grad_out to, cudaStream_t stream)
+{
+    parts_kernel<<<(unsigned)over(cols, 32), dim3(32, 32), 0, stream>>>(parts, n, stride, cols, to);
+    return launched(name);
+}
+
+template <typename T, int W>
+static __global__ void rows_sum_kernel(const void *x_, const void *f_, int64_t n, int64_t o,
+                                       float *parts, grad_out to, int vec)
+{
+    const T *x = (const T *)x_, *f = (const T *)f_;
+    __shared__ float room[8][32 * W];
+    const int64_t c = ((int64_t)blockIdx.x * 32 + threadIdx.x) * W;
+    const int64_t each = (n + gridDim.y - 1) / gridDim.y, first = blockIdx.y * each;
+    const int64_t end = first + each < n ? first + each : n;
+    float s[W], v[W], w[W];
+    zero(s);
+    if (c < o && x)
+#pragma unroll 4
+        for (int64_t r = first + threadIdx.y; r < end; r += 8) {
+            get(v, x + r * o + c, vec);
+            if (f) {
+                get(w, f + r * o + c, vec);
+                for (int j = 0; j < W; j++) v[j] *= w[j];
+            }
+            for (int j = 0; j < W; j++) s[j] += v[j];
+        }
+    for (int j = 0; j < W; j++) room[threadIdx.y][threadIdx.x * W + j] = s[j];
+    __syncthreads();
+    if (threadIdx.y || c >= o) return;
+    for (int y = 1; y < 8; y++)
+        for (int j = 0; j < W; j++) s[j] += room[y][threadIdx.x * W + j];
+    if (parts) put(parts + blockIdx.y * o + c, s, vec);
+    else give(to, c, s, vec);
+}
+
+/* `bytes` of workspace say how many parts there are. */
+static ft_status rows_sum(const char *name, cudaStream_t stream, grad_out to, const void *x,
+                          const void *f, ft_dtype t, int64_t n, int64_t o, void *workspace,
+                          size_t bytes)
+{
+    const int W = width_of(t), wide = o % W == 0;
+    int64_t n_parts = (int64_t)(bytes / ((size_t)o * sizeof(float)));
+    float *parts = n_parts > 1 ? (float *)workspace : NULL;
+    int vec = aligned(FTK_AT(to.data) | FTK_AT(x) | FTK_AT(f) | FTK_AT(parts));
+    if (!parts) n_parts = 1;
+    dim3 grid((unsigned)over(o, wide ? 32 * W : 32), (unsigned)n_parts, 1), block(32, 8, 1);
+    FTK_ROWS(rows_sum_kernel, t, wide, grid, block, 0, stream, x, f, n, o, parts, to, vec);
+    FT_TRY(launched(name));
+    return parts ? parts_sum(name, parts, n_parts, o, o, to, stream) : FT_OK;
+}
+
+FT_API ft_status ftk_rows_sum(void *stream, void *to, ft_dtype to_dtype, const void *dy,
+                              ft_dtype dtype, int64_t n, int64_t o, int accumulate,
+                              void *workspace)
+{
+    grad_out g;
+    g.data = to;
+    g.half = to_dtype == FT_BF16;
+    g.add = accumulate;
+    return rows_sum("rows_sum", (cudaStream_t)stream, g, dy, NULL, dtype, n, o, workspace,
+                    ftk_rows_sum_bytes(n, o));
+}
+
+FT_API ft_status ftk_tp_bias_grad(const ft_op_call *call)
+{
+    const ft_view *dy = &call->in[0];
+    return rows_sum("tp_bias_grad", stream_of(call),
+                    grad_of(&call->out[0], call->attr.i[0] != 0), dy->data, NULL, dy->dtype,
+                    elems_of(dy) / cols_of(dy), cols_of(dy), call->workspace,
+                    call->workspace_bytes);
+}
+
+/* db of add and mul, before da, which may lie over dout. */
+static ft_status binary_db(const ft_op_call *call, int product)
+{
+    int64_t o = elems_of(&call->in[1]), n = elems_of(&call->in[0]) / o;
+    return rows_sum(call->op->name, stream_of(call), grad_of(&call->din[1], call->accumulate[1]),
+                    data_of(&call->dout[0]), product ? call->in[0].data : NULL, call->in[1].dtype,
+                    n, o, call->workspace, call->workspace_bytes);
+}
+
+FT_API ft_status ftk_add_backward(const ft_op_call *call)
+{
+    FT_TRY(check_dout(call, 0, call->in[1].dtype));
+    if (call->din[1].present) FT_TRY(binary_db(call, 0));
+    if (!call->din[0].present) return FT_OK;
+    return pass_on("add", call, &call->din[0], &call->dout[0], elems_of(&call->in[0]));
+}
+
+FT_API ft_status ftk_mul_backward(const ft_op_call *call)
+{
+    FT_TRY(check_dout(call, 0, call->in[1].dtype));
+    if (call->din[1].present) FT_TRY(binary_db(call, 1));
+    if (!call->din[0].present) return FT_OK;
+    return binary(call, grad_of(&call->din[0], call->accumulate[0]), data_of(&call->dout[0]), 1);
+}
+
+/* ------------------------------------------------------------------------------------- >>norms
+
+   RMSNorm        y = x r w, r = 1 / sqrt(mean(x^2) + eps). With u = x r and g = dy w:
+                  dx = r (g - u mean(g u)), dw = sum over rows of dy u. r is made again in backward.
+   + residual     the row that is normed is x + delta, rounded, and is stored; its gradient gains
+                  `pass`, the gradient of that sum.
+   layer norm     u = (x - mean) r, y = u w + b; dx = r (g - mean(g) - u mean(g u)), db = sum of dy.
+   heads          rows of D elements inside the rows of qkv; the first H of a token's H + K have one
+                  weight, the others a second: two sets.
+
+   Row i of C elements is head i % per of token i / per; it begins at token * width + head * C.
+
+   Two kernels for each direction. The first holds a row in registers, W elements a thread: `lanes`
+   threads a row (a power of two up to 32, beyond a multiple of 32, at most 1024), so up to 8192
+   bf16 or 4096 fp32 of C. A block of about 256 threads strides over rows, loads the next row before
+   it reduces this one, and keeps the weights, and its part of dw, in registers. Forward moves 2 C
+   elements a row (4 with the residual), backward 3 (4): the bound is their bytes over the
+   bandwidth. dw: parts [blocks, sets, C] fp32, at most 528 blocks, added by parts_kernel.
+   The second kernel takes every other C: a block of 256 threads a row, several passes over it. */
+
+enum { FTK_NORM_THREADS = 256 };
+
+typedef struct norm_args {
+    const void *x, *delta, *dy, *pass; /* T; absent ones NULL */
+    const void *w[2], *b;              /* T */
+    void *sum, *y;                     /* T */
+    grad_out dx;
+    float *parts;                      /* NULL: no weight's gradient */
+    int64_t rows, C, per, split, width;
+    float eps;
+    int lanes, sets, layer, vec;
+} norm_args;
+
+typedef struct norm_row { int64_t row, token, head; } norm_row;
+
+static __device__ __forceinline__ norm_row norm_row_at(const norm_args &a, int64_t row)
+{
+    norm_row r;
+    r.row = row;
+    r.token = row / a.per;
+    r.head = row % a.per;
+    return r;
+}
+
+/* The row `step` further on, whose quotient and remainder by `per` are given. */
+static __device__ __forceinline__ norm_row norm_row_next(norm_row r, int64_t step, int64_t tokens,
+                                                         int64_t heads, int64_t per)
+{
+    r.row += step;
+    r.token += tokens;
+    r.head += heads;
+    if (r.head >= per) {
+        r.head -= per;
+        r.token++;
+    }
+    return r;
+}
+
+/* Its first element. One set: rows lie one after the other, and the rest of norm_row is unused. */
+template <int SETS>
+static __device__ __forceinline__ int64_t norm_first(const norm_args &a, const norm_row &r)
+{
+    return SETS > 1 ? r.token * a.width + r.head * a.C : r.row * a.C;
+}
+
+/* The weights stay packed in registers, 16 bytes a set, and are opened where they are used. */
+template <typename T, int SETS>
+static __global__ void __launch_bounds__(SETS > 1 ? 256 : 1024) norm_kernel(norm_args a)
+{
+    constexpr int W = FTK_WIDTH(T);
+    __shared__ float2 room[2][32];
+    const int lane = (int)threadIdx.x % a.lanes, group = (int)threadIdx.x / a.lanes;
+    const int groups = (int)blockDim.x / a.lanes, c = lane * W;
+    const int64_t step = (int64_t)gridDim.x * groups;
+    const int64_t tokens = step / a.per, heads = step % a.per;
+    const bool mine = c < a.C;
+    const T *x = (const T *)a.x, *delta = (const T *)a.delta;
+    const uint4 none = make_uint4(0, 0, 0, 0);
+    uint4 weights[SETS];
+    for (int s = 0; s < SETS; s++)
+        weights[s] = mine ? take((const T *)a.w[s] + c, a.vec) : none;
+    norm_row next = norm_row_at(a, (int64_t)blockIdx.x * groups + group);
+    uint4 ahead = none, ahead_delta = none;
+    if (mine && next.row < a.rows) {
+        const int64_t n = norm_first<SETS>(a, next) + c;
+        ahead = take(x + n, a.vec);
+        if (delta) ahead_delta = take(delta + n, a.vec);
+    }
+    int turn = 0;
+    for (int64_t first = (int64_t)blockIdx.x * groups; first < a.rows; first += step, turn ^= 1) {
+        const norm_row at = next;
+        const bool here = mine && at.row < a.rows;
+        const int64_t i = norm_first<SETS>(a, at) + c;
+        float v[W], w[W];
+        open(v, here ? ahead : none);
+        if (delta) {
+            open(w, here ? ahead_delta : none);
+            for (int j = 0; j < W; j++) v[j] = rounded(v[j] + w[j], x);
+        }
+        next = norm_row_next(at, step, tokens, heads, a.per);
+        if (mine && next.row < a.rows) {
+            const int64_t n = norm_first<SETS>(a, next) + c;
+            ahead = take(x + n, a.vec);
+            if (delta) ahead_delta = take(delta + n, a.vec);
+        }
+        if (delta && here) put((T *)a.sum + i, v, a.vec);
+        float2 s = make_float2(0, 0);
+        for (int j = 0; j < W; j++) s.x += v[j] * v[j];
+        s = group_sum(s, a.lanes, room[turn]);
+        const float r = 1.0f / sqrtf(s.x / (float)a.C + a.eps);
+        open(w, SETS > 1 && at.head >= a.split ? weights[SETS - 1] : weights[0]);
+        for (int j = 0; j < W; j++) v[j] = v[j] * r * w[j];
+        if (here) put((T *)a.y + i, v, a.vec);
+    }
+}
+
+template <typename T, int SETS>
+static __global__ void __launch_bounds__(SETS > 1 ? 256 : 1024) norm_grad_kernel(norm_args a)
+{
+    constexpr int W = FTK_WIDTH(T);
+    __shared__ float2 room[2][32];
+    extern __shared__ __align__(16) float sums[]; /* [groups][lanes * W], of several groups */
+    const int lane = (int)threadIdx.x % a.lanes, group = (int)threadIdx.x / a.lanes;
+    const int groups = (int)blockDim.x / a.lanes, c = lane * W;
+    const int64_t step = (int64_t)gridDim.x * groups;
+    const int64_t tokens = step / a.per, heads = step % a.per;
+    const bool mine = c < a.C;
+    const T *x = (const T *)a.x, *dy = (const T *)a.dy, *pass = (const T *)a.pass;
+    const uint4 none = make_uint4(0, 0, 0, 0);
+    uint4 weights[SETS];
+    float dw[SETS][W];
+    for (int s = 0; s < SETS; s++) {
+        zero(dw[s]);
+        weights[s] = mine ? take((const T *)a.w[s] + c, a.vec) : none;
+    }
+    norm_row next = norm_row_at(a, (int64_t)blockIdx.x * groups + group);
+    uint4 ahead = none, ahead_dy = none, ahead_pass = none;
+    if (mine && next.row < a.rows) {
+        const int64_t n = norm_first<SETS>(a, next) + c;
+        ahead = take(x + n, a.vec);
+        if (dy) ahead_dy = take(dy + n, a.vec);
+        if (pass) ahead_pass = take(pass + n, a.vec);
+    }
+    int turn = 0;
+    for (int64_t first = (int64_t)blockIdx.x * groups; first < a.rows; first += step, turn ^= 1) {
+        const norm_row at = next;
+        const bool here = mine && at.row < a.rows;
+        const bool second = SETS > 1 && at.head >= a.split;
+        const uint4 passed = ahead_pass;
+        float v[W], g[W], w[W];
+        open(v, here ? ahead : none);
+        open(g, here ? ahead_dy : none);
+        next = norm_row_next(at, step, tokens, heads, a.per);
+        if (mine && next.row < a.rows) {
+            const int64_t n = norm_first<SETS>(a, next) + c;
+            ahead = take(x + n, a.vec);
+            if (dy) ahead_dy = take(dy + n, a.vec);
+            if (pass) ahead_pass = take(pass + n, a.vec);
+        }
+        open(w, second ? weights[SETS - 1] : weights[0]);
+        float2 s = make_float2(0, 0);
+        for (int j = 0; j < W; j++) {
+            s.x += v[j] * v[j];
+            s.y += v[j] * (g[j] * w[j]);
+        }
+        s = group_sum(s, a.lanes, room[turn]);
+        if (!here) continue; /* without a row r is infinite where eps is 0 */
+        const float r = 1.0f / sqrtf(s.x / (float)a.C + a.eps), mean = s.y / (float)a.C * r;
+        open(w, second ? weights[SETS - 1] : weights[0]);
+        for (int j = 0; j < W; j++) {
+            const float u = v[j] * r;
+            if (second) dw[SETS - 1][j] += g[j] * u;
+            else dw[0][j] += g[j] * u;
+            v[j] = r * (g[j] * w[j] - u * mean);
+        }
+        if (pass) {
+            open(w, passed);
+            for (int j = 0; j < W; j++) v[j] += w[j];
+        }
+        if (a.dx.data) give(a.dx, norm_first<SETS>(a, at) + c, v, a.vec);
+    }
+    if (!a.parts) return;
+    for (int s = 0; s < SETS; s++) {
+        float *part = a.parts + ((int64_t)blockIdx.x * SETS + s) * a.C;
+        if (groups == 1) {
+            if (mine) put(part + c, dw[s], a.vec);
+            continue;
+        }
+        __syncthreads();
+        put(sums + group * a.lanes * W + c, dw[s], 1);
+        __syncthreads();
+        for (int k = threadIdx.x; k < (int)a.C; k += (int)blockDim.x) {
+            float total = 0;
+            for (int g = 0; g < groups; g++) total += sums[g * a.lanes * W + k];
+            part[k] = total;
+        }
+    }
+}
+
+/* Mean (0 unless layer) and r of a row, by the whole block. */
+template <typename T, int W>
+static __device__ float2 norm_stats(const norm_args &a, const T *x, float2 *room)
+{
+    float v[W], mean = 0;
+    float2 s = make_float2(0, 0);
+    if (a.layer) {
+        for (int64_t c = threadIdx.x * W; c < a.C; c += blockDim.x * W) {
+            get(v, x + c, a.vec);
+            for (int j = 0; j < W; j++) s.x += v[j];
+        }
+        s = block_sum(s, room);
+        mean = s.x / (float)a.C;
+    }
+    s = make_float2(0, 0);
+    for (int64_t c = threadIdx.x * W; c < a.C; c += blockDim.x * W) {
+        get(v, x + c, a.vec);
+        for (int j = 0; j < W; j++) s.x += (v[j] - mean) * (v[j] - mean);
+    }
+    s = block_sum(s, room);
+    return make_float2(mean, 1.0f / sqrtf(s.x / (float)a.C + a.eps));
+}
+
+template <typename T, int W>
+static __global__ void __launch_bounds__(FTK_NORM_THREADS) norm_any_kernel(norm_args a)
+{
+    __shared__ float2 room[32];
+    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+        const norm_row at = norm_row_at(a, row);
+        const int64_t first = at.token * a.width + at.head * a.C;
+        const T *x = (const T *)a.x + first, *delta = (const T *)a.delta, *b = (const T *)a.b;
+        const T *w = (const T *)(at.head >= a.split ? a.w[1] : a.w[0]);
+        float v[W], d[W];
+        if (delta) {
+            T *sum = (T *)a.sum + first;
+            for (int64_t c = threadIdx.x * W; c < a.C; c += blockDim.x * W) {
+                get(v, x + c, a.vec);
+                get(d, delta + first + c, a.vec);
+                for (int j = 0; j < W; j++) v[j] += d[j];
+                put(sum + c, v, a.vec);
+            }
+            x = sum; /* its columns are read by the thread that wrote them */
+        }
+        const float2 stats = norm_stats<T, W>(a, x, room);
+        for (int64_t c = threadIdx.x * W; c < a.C; c += blockDim.x * W) {
+            get(v, x + c, a.vec);
+            get(d, w + c, a.vec);
+            for (int j = 0; j < W; j++) v[j] = (v[j] - stats.x) * stats.y * d[j];
+            if (b) {
+                get(d, b + c, a.vec);
+                for (int j = 0; j < W; j++) v[j] += d[j];
+            }
+            put((T *)a.y + first + c, v, a.vec);
+        }
+    }
+}
+
+/* Parts are added to in memory: each thread has columns of its own. */
+template <typename T, int W>
+static __global__ void __launch_bounds__(FTK_NORM_THREADS) norm_any_grad_kernel(norm_args a)
+{
+    __shared__ float2 room[32];
+    float *parts = a.parts ? a.parts + (int64_t)blockIdx.x * a.sets * a.C : NULL;
+    float v[W], g[W], w[W], old[W];
+    grad_out part;
+    part.half = 0;
+    part.add = 1;
+    zero(v);
+    for (int s = 0; parts && s < a.sets; s++)
+        for (int64_t c = threadIdx.x * W; c < a.C; c += blockDim.x * W)
+            put(parts + s * a.C + c, v, a.vec);
+    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+        const norm_row at = norm_row_at(a, row);
+        const int64_t first = at.token * a.width + at.head * a.C;
+        const int second = at.head >= a.split;
+        const T *x = (const T *)a.x + first, *dy = (const T *)a.dy, *pass = (const T *)a.pass;
+        const float2 stats = norm_stats<T, W>(a, x, room);
+        float2 s = make_float2(0, 0);
+        for (int64_t c = threadIdx.x * W; c < a.C; c += blockDim.x * W) {
+            get(v, x + c, a.vec);
+            get_or_zero(g, dy, first + c, a.vec);
+            get(w, (const T *)a.w[second] + c, a.vec);
+            if (parts && a.layer) {
+                for (int j = 0; j < W; j++) old[j] = g[j];
+                part.data = parts + a.C;
+                give(part, c, old, a.vec);
+            }
+            for (int j = 0; j < W; j++) {
+                v[j] = (v[j] - stats.x) * stats.y;
+                old[j] = g[j] * v[j];
+                g[j] *= w[j];
+                s.x += g[j];
+                s.y += g[j] * v[j];
+            }
+            if (parts) {
+                part.data = parts + second * a.C;
+                give(part, c, old, a.vec);
+            }
+        }
+        s = block_sum(s, room);
+        const float mean = a.layer ? s.x / (float)a.C : 0.0f, dot = s.y / (float)a.C;
+        for (int64_t c = threadIdx.x * W; a.dx.data && c < a.C; c += blockDim.x * W) {
+            get(v, x + c, a.vec);
+            get_or_zero(g, dy, first + c, a.vec);
+            get(w, (const T *)a.w[second] + c, a.vec);
+            for (int j = 0; j < W; j++) {
+                v[j] = (v[j] - stats.x) * stats.y;
+                v[j] = stats.y * (g[j] * w[j] - mean - v[j] * dot);
+            }
+            if (pass) {
+                get(g, pass + first + c, a.vec);
+                for (int j = 0; j < W; j++) v[j] += g[j];
+            }
+            give(a.dx, first + c, v, a.vec);
+        }
+    }
+}
+
+/* Threads of a row in the first kernel; 0: it is for the second. */
+static int norm_lanes(int64_t C, ft_dtype t, int sets)
+{
+    int64_t W = width_of(t), n = C / W, lanes = 1;
+    if (C % W || n > (sets > 1 ? 256 : 1024)) return 0;
+    if (n > 32) return (int)(over(n, 32) * 32);
+    while (lanes < n) lanes *= 2;
+    return (int)lanes;
+}
+
+static norm_args norm_begin(const ft_op_call *call, const ft_view *x, int64_t C)
+{
+    norm_args a;
+    memset(&a, 0, sizeof a);
+    a.x = x->data;
+    a.C = a.width = C;
+    a.rows = elems_of(x) / C;
+    a.per = a.split = 1;
+    a.sets = 1;
+    a.eps = (float)call->attr.f[0];
+    return a;
+}
+
+static void norm_align(norm_args *a)
+{
+    a->vec = aligned(FTK_AT(a->x) | FTK_AT(a->delta) | FTK_AT(a->dy) | FTK_AT(a->pass) |
+                     FTK_AT(a->w[0]) | FTK_AT(a->w[1]) | FTK_AT(a->b) | FTK_AT(a->sum) |
+                     FTK_AT(a->y) | FTK_AT(a->dx.data) | FTK_AT(a->parts));
+}
+
+#define FTK_NORM(kernel, dtype, a, grid, block, shared, stream)                                    \
+    do {                                                                                           \
+        if ((dtype) == FT_BF16 && (a).sets > 1)                                                    \
+            kernel<bf16, 2><<<grid, block, shared, stream>>>(a);                                   \
+        else if ((dtype) == FT_BF16) kernel<bf16, 1><<<grid, block, shared, stream>>>(a);          \
+        else if ((a).sets > 1) kernel<float, 2><<<grid, block, shared, stream>>>(a);               \
+        else kernel<float, 1><<<grid, block, shared, stream>>>(a);                                 \
+    } while (0)
+
+static ft_status norm_forward(const ft_op_call *call, norm_args a, ft_dtype t)
+{
+    cudaStream_t stream = stream_of(call);
+    norm_align(&a);
+    a.lanes = a.layer ? 0 : norm_lanes(a.C, t, a.sets);
+    if (!a.lanes) {
+        unsigned blocks = (unsigned)least(a.rows, 8 * FTK_BLOCKS);
+        FTK_ROWS(norm_any_kernel, t, a.C % width_of(t) == 0, blocks, FTK_NORM_THREADS, 0, stream,
+                 a);
+        return launched(call->op->name);
+    }
+    int groups = a.lanes < FTK_NORM_THREADS ? FTK_NORM_THREADS / a.lanes : 1;
+    unsigned threads = (unsigned)(groups * a.lanes);
+    unsigned blocks = (unsigned)least(over(a.rows, groups), FTK_BLOCKS);
+    FTK_NORM(norm_kernel, t, a, blocks, threads, 0, stream);
+    return launched(call->op->name);
+}
+
+/* The parts are as many as the workspace holds; without a weight's gradient there is none. */
+static ft_status norm_backward(const ft_op_call *call, norm_args a, ft_dtype t,
+                               const grad_out *dw)
+{
+    cudaStream_t stream = stream_of(call);
+    int wanted = 0;
+    int64_t n = 0;
+    for (int s = 0; s < a.sets; s++) wanted |= dw[s].data != NULL;
+    if (!wanted && !a.dx.data) return FT_OK;
+    if (wanted) {
+        n = (int64_t)(call->workspace_bytes / ((size_t)a.sets * (size_t)a.C * sizeof(float)));
+        a.parts = (float *)call->workspace;
+        if (n < 1)
+            return ft_error(FT_ERR_UNSUPPORTED, "%s: %zu bytes of workspace", call->op->name,
+                            call->workspace_bytes);
+    }
+    norm_align(&a);
+    a.lanes = a.layer ? 0 : norm_lanes(a.C, t, a.sets);
+    if (!a.lanes) {
+        unsigned blocks = (unsigned)(n ? n : least(a.rows, 8 * FTK_BLOCKS));
+        FTK_ROWS(norm_any_grad_kernel, t, a.C % width_of(t) == 0, blocks, FTK_NORM_THREADS, 0,
+                 stream, a);
+    } else {
+        int groups = a.lanes < FTK_NORM_THREADS ? FTK_NORM_THREADS / a.lanes : 1;
+        unsigned threads = (unsigned)(groups * a.lanes);
+        unsigned blocks = (unsigned)(n ? n : least(over(a.rows, groups), FTK_BLOCKS));
+        size_t shared = groups > 1 && n ? threads * 16 / ft_dtype_bytes(t) * sizeof(float) : 0;
+        FTK_NORM(norm_grad_kernel, t, a, blocks, threads, shared, stream);
+    }
+    FT_TRY(launched(call->op->name));
+    for (int s = 0; s < a.sets; s++)
+        if (dw[s].data)
+            FT_TRY(parts_sum(call->op->name, a.parts + s * a.C, n, a.sets * a.C, a.C, dw[s],
+                             stream));
+    return FT_OK;
+}
+
+FT_API ft_status ftk_rmsnorm_forward(const ft_op_call *call)
+{
+    const ft_view *x = &call->in[0];
+    norm_args a = norm_begin(call, x, cols_of(x));
+    a.w[0] = call->in[1].data;
+    a.y = call->out[0].data;
+    return norm_forward(call, a, x->dtype);
+}
+
+FT_API ft_status ftk_rmsnorm_backward(const ft_op_call *call)
+{
+    const ft_view *x = &call->in[0];
+    norm_args a = norm_begin(call, x, cols_of(x));
+    grad_out dw = grad_of(&call->din[1], call->accumulate[1]);
+    FT_TRY(check_dout(call, 0, x->dtype));
+    a.w[0] = call->in[1].data;
+    a.dy = data_of(&call->dout[0]);
+    a.dx = grad_of(&call->din[0], call->accumulate[0]);
+    return norm_backward(call, a, x->dtype, &dw);
+}
+
+FT_API ft_status ftk_add_rmsnorm_forward(const ft_op_call *call)
+{
+    const ft_view *x = &call->in[0];
+    norm_args a = norm_begin(call, x, cols_of(x));
+    a.delta = call->in[1].data;
+    a.w[0] = call->in[2].data;
+    a.sum = call->out[0].data;
+    a.y = call->out[1].data;
+    return norm_forward(call, a, x->dtype);
+}
+
+FT_API ft_status ftk_add_rmsnorm_replay(const ft_op_call *call)
+{
+    const ft_view *sum = &call->out[0];
+    norm_args a = norm_begin(call, sum, cols_of(sum));
+    a.w[0] = call->in[2].data;
+    a.y = call->out[1].data;
+    return norm_forward(call, a, sum->dtype);
+}
+
+FT_API ft_status ftk_add_rmsnorm_backward(const ft_op_call *call)
+{
+    const ft_view *sum = &call->out[0];
+    norm_args a = norm_begin(call, sum, cols_of(sum));
+    grad_out dw = grad_of(&call->din[2], call->accumulate[2]);
+    int to = call->din[0].present ? 0 : 1; /* one buffer holds the gradient of both */
+    FT_TRY(check_dout(call, 0, sum->dtype));
+    FT_TRY(check_dout(call, 1, sum->dtype));
+    a.w[0] = call->in[2].data;
+    a.dy = data_of(&call->dout[1]);
+    a.pass = data_of(&call->dout[0]);
+    a.dx = grad_of(&call->din[to], call->accumulate[to]);
+    return norm_backward(call, a, sum->dtype, &dw);
+}
+
+static norm_args head_norm_begin(const ft_op_call *call)
+{
+    const int64_t H = call->attr.i[0], K = call->attr.i[1], D = call->attr.i[2];
+    const ft_view *qkv = &call->in[0];
+    norm_args a = norm_begin(call, qkv, D);
+    a.per = H + K;
+    a.split = H;
+    a.width = cols_of(qkv);
+    a.rows = rows_of(qkv) * a.per;
+    a.sets = 2;
+    a.w[0] = call->in[1].data;
+    a.w[1] = call->in[2].data;
+    return a;
+}
+
+/* The value heads, K D elements of each row, go over as they are. */
+static ft_status head_norm_values(const ft_op_call *call, grad_out to, const void *from)
+{
+    const int64_t D = call->attr.i[2], width = cols_of(&call->in[0]), K = call->attr.i[1];
+    const int64_t first = (call->attr.i[0] + K) * D;
+    ft_dtype t = call->in[0].dtype;
+    if (to.data == from) return FT_OK;
+    to.data = (char *)to.data + first * (to.half ? 2 : 4);
+    if (from) from = (const char *)from + first * (int64_t)ft_dtype_bytes(t);
+    return move("head_norm", to, from, t, rows_of(&call->in[0]), K * D, width, stream_of(call));
+}
+
+FT_API ft_status ftk_head_norm_forward(const ft_op_call *call)
+{
+    norm_args a = head_norm_begin(call);
+    a.y = call->out[0].data;
+    FT_TRY(norm_forward(call, a, call->in[0].dtype));
+    return head_norm_values(call, grad_of(&call->out[0], 0), call->in[0].data);
+}
+
+FT_API ft_status ftk_head_norm_backward(const ft_op_call *call)
+{
+    norm_args a = head_norm_begin(call);
+    grad_out dw[2];
+    FT_TRY(check_dout(call, 0, call->in[0].dtype));
+    a.dy = data_of(&call->dout[0]);
+    a.dx = grad_of(&call->din[0], call->accumulate[0]);
+    for (int s = 0; s < 2; s++) dw[s] = grad_of(&call->din[1 + s], call->accumulate[1 + s]);
+    FT_TRY(norm_backward(call, a, call->in[0].dtype, dw));
+    if (!a.dx.data) return FT_OK;
+    return head_norm_values(call, a.dx, a.dy);
+}
+
+static norm_args layer_norm_begin(const ft_op_call *call)
+{
+    norm_args a = norm_begin(call, &call->in[0], cols_of(&call->in[0]));
+    a.layer = 1;
+    a.w[0] = call->in[1].data;
+    a.b = call->in[2].data;
+    return a;
+}
+
+FT_API ft_status ftk_layer_norm_forward(const ft_op_call *call)
+{
+    norm_args a = layer_norm_begin(call);
+    a.y = call->out[0].data;
+    return norm_forward(call, a, call->in[0].dtype);
+}
+
+FT_API ft_status ftk_layer_norm_backward(const ft_op_call *call)
+{
+    norm_args a = layer_norm_begin(call);
+    grad_out dw[2]; /* of w and b: both sets belong to every row */
+    FT_TRY(check_dout(call, 0, call->in[0].dtype));
+    a.sets = 2;
+    a.b = NULL;
+    a.dy = data_of(&call->dout[0]);
+    a.dx = grad_of(&call->din[0], call->accumulate[0]);
+    for (int s = 0; s < 2; s++) dw[s] = grad_of(&call->din[1 + s], call->accumulate[1 + s]);
+    return norm_backward(call, a, call->in[0].dtype, dw);
+}
+
+/* -------------------------------------------------------------------------------------- >>rope
+
+   Heads 0..H+K-1 of a token turn by its angles: (x, y) -> (x cos - y sin, x sin + y cos) for the
+   pairs (i, i + D/2); backward with sign -1. table fp32 [T, D/2, 2] of (cos, sin). A block takes a
+   token: threads x over W neighbouring pairs, threads y over heads; the angles stay in registers.
+   Value heads are copied in the same way unless they are in place. 2 B T (H+K) D elements. */
+
+typedef struct rope_args {
+    grad_out to;
+    const void *from; /* T; NULL: zero */
+    const float *table;
+    int64_t rows, T, width, D, turned, heads; /* heads: turned ones, and those only copied */
+    float sign;
+    int vec;
+} rope_args;
+
+template <typename T, int W> static __global__ void rope_kernel(rope_args a)
+{
+    const T *from = (const T *)a.from;
+    const int64_t half = a.D / 2;
+    for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+        const float *angles = a.table + row % a.T * a.D;
+        for (int64_t i = threadIdx.x * W; i < half; i += blockDim.x * W) {
+            float cosine[W], sine[W], x[W], y[W];
+            for (int j = 0; j < W; j++) {
+                float2 angle;
+                if (a.vec) angle = ((const float2 *)angles)[i + j];
+                else angle = make_float2(angles[2 * (i + j)], angles[2 * (i + j) + 1]);
+                cosine[j] = angle.x;
+                sine[j] = a.sign * angle.y;
+            }
+            for (int64_t h = threadIdx.y; h < a.heads; h += blockDim.y) {
+                const int64_t at = row * a.width + h * a.D + i;
+                get_or_zero(x, from, at, a.vec);
+                get_or_zero(y, from, at + half, a.vec);
+                if (h < a.turned)
+                    for (int j = 0; j < W; j++) {
+                        const float left = x[j] * cosine[j] - y[j] * sine[j];
+                        y[j] = x[j] * sine[j] + y[j] * cosine[j];
+                        x[j] = left;
+                    }
+                give(a.to, at, x, a.vec);
+                give(a.to, at + half, y, a.vec);
+            }
+        }
+    }
+}
+
+static ft_status rope(const ft_op_call *call, grad_out to, const ft_view *from, float sign)
+{
+    const int64_t H = call->attr.i[0], K = call->attr.i[1];
+    const ft_view *qkv = &call->in[0];
+    ft_dtype t = qkv->dtype;
+    rope_args a;
+    memset(&a, 0, sizeof a);
+    a.to = to;
+    a.from = data_of(from);
+    a.table = (const float *)call->in[1].data;
+    a.rows = rows_of(qkv);
+    a.T = qkv->shape[1];
+    a.width = cols_of(qkv);
+    a.D = call->attr.i[2];
+    a.turned = H + K;
+    a.heads = a.from && a.from == to.data ? H + K : H + 2 * K;
+    a.sign = sign;
+    a.vec = aligned(FTK_AT(to.data) | FTK_AT(a.from) | FTK_AT(a.table));
+    const int wide = a.D / 2 % width_of(t) == 0;
+    int64_t items = a.D / 2 / (wide ? width_of(t) : 1), x = 1;
+    while (x < 32 && x < items) x *= 2;
+    int64_t turns = over(a.heads, 256 / x); /* of a thread, over heads */
+    dim3 block((unsigned)x, (unsigned)over(a.heads, turns), 1);
+    unsigned blocks = (unsigned)least(a.rows, 1 << 20);
+    FTK_ROWS(rope_kernel, t, wide, blocks, block, 0, stream_of(call), a);
+    return launched("rope");
+}
+
+FT_API ft_status ftk_rope_forward(const ft_op_call *call)
+{
+    return rope(call, grad_of(&call->out[0], 0), &call->in[0], 1.0f);
+}
+
+FT_API ft_status ftk_rope_backward(const ft_op_call *call)
+{
+    if (!call->din[0].present) return FT_OK;
+    FT_TRY(check_dout(call, 0, call->in[0].dtype));
+    return rope(call, grad_of(&call->din[0], call->accumulate[0]), &call->dout[0], -1.0f);
+}
+
+/* ----------------------------------------------------------------------------------- >>softmax
+
+   y = exp(x - max) / sum, dx = y (dy - sum(dy y)), over the last dimension. A block a row, several
+   passes over it. */
+
+template <typename T, int W>
+static __global__ void softmax_kernel(void *y_, const void *x_, int64_t rows, int64_t n, int vec)
+{
+    __shared__ float2 room[32];
+    __shared__ float tops[32];
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        const T *x = (const T *)x_ + row * n;
+        T *y = (T *)y_ + row * n;
+        float v[W], top = -INFINITY;
+        for (int64_t i = threadIdx.x * W; i < n; i += blockDim.x * W) {
+            get(v, x + i, vec);
+            for (int j = 0; j < W; j++) top = fmaxf(top, v[j]);
+        }
+        top = block_max(top, tops);
+        float2 s = make_float2(0, 0);
+        for (int64_t i = threadIdx.x * W; i < n; i += blockDim.x * W) {
+            get(v, x + i, vec);
+            for (int j = 0; j < W; j++) s.x += expf(v[j] - top);
+        }
+        const float inverse = 1.0f / block_sum(s, room).x;
+        for (int64_t i = threadIdx.x * W; i < n; i += blockDim.x * W) {
+            get(v, x + i, vec);
+            for (int j = 0; j < W; j++) v[j] = expf(v[j] - top) * inverse;
+            put(y + i, v, vec);
+        }
+    }
+}
+
+template <typename T, int W>
+static __global__ void softmax_grad_kernel(grad_out dx, const void *dy_, const void *y_,
+                                           int64_t rows, int64_t n, int vec)
+{
+    __shared__ float2 room[32];
+    const T *dy = (const T *)dy_;
+    for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+        const T *y = (const T *)y_ + row * n;
+        float v[W], g[W];
+        float2 s = make_float2(0, 0);
+        for (int64_t i = threadIdx.x * W; i < n; i += blockDim.x * W) {
+            get(v, y + i, vec);
+            get_or_zero(g, dy, row * n + i, vec);
+            for (int j = 0; j < W; j++) s.x += v[j] * g[j];
+        }
+        s = block_sum(s, room);
+        for (int64_t i = threadIdx.x * W; i < n; i += blockDim.x * W) {
+            get(v, y + i, vec);
+            get_or_zero(g, dy, row * n + i, vec);
+            for (int j = 0; j < W; j++) v[j] *= g[j] - s.x;
+            give(dx, row * n + i, v, vec);
+        }
+    }
+}
+
+static unsigned row_threads(int64_t items) /* of a block that has a row of so many items */
+{
+    int64_t n = over(items, 32) * 32;
+    return (unsigned)least(n, 256);
+}
+
+FT_API ft_status ftk_softmax_forward(const ft_op_call *call)
+{
+    const ft_view *x = &call->in[0], *y = &call->out[0];
+    int64_t rows = rows_of(x), n = cols_of(x), W = width_of(x->dtype);
+    int wide = n % W == 0, vec = aligned(FTK_AT(x->data) | FTK_AT(y->data));
+    unsigned blocks = (unsigned)least(rows, 1 << 20), threads = row_threads(wide ? n / W : n);
+    FTK_ROWS(softmax_kernel, x->dtype, wide, blocks, threads, 0, stream_of(call), y->data, x->data,
+             rows, n, vec);
+    return launched("softmax");
+}
+
+FT_API ft_status ftk_softmax_backward(const ft_op_call *call)
+{
+    const ft_view *y = &call->out[0], *dx = &call->din[0];
+    const void *dy = data_of(&call->dout[0]);
+    int64_t rows = rows_of(y), n = cols_of(y), W = width_of(y->dtype);
+    if (!dx->present) return FT_OK;
+    FT_TRY(check_dout(call, 0, y->dtype));
+    int wide = n % W == 0, vec = aligned(FTK_AT(y->data) | FTK_AT(dx->data) | FTK_AT(dy));
+    unsigned blocks = (unsigned)least(rows, 1 << 20), threads = row_threads(wide ? n / W : n);
+    FTK_ROWS(softmax_grad_kernel, y->dtype, wide, blocks, threads, 0, stream_of(call),
+             grad_of(dx, call->accumulate[0]), dy, y->data, rows, n, vec);
+    return launched("softmax");
+}
+
+/* ---- sums of everything: of x (mean) or of x^2 (norm of the gradients)
+
+   Parts of 256 threads, as many as the workspace has doubles; a thread adds 16 bytes in fp32 and
+   those sums in double; then one block adds the parts. Reads n elements once. ---- */
+
+template <typename T, int W>
+static __device__ __forceinline__ double piece(const T *x, int square, int vec)
+{
+    float v[W], s = 0;
+    get(v, x, vec);
+    for (int j = 0; j < W; j++) s += square ? v[j] * v[j] : v[j];
+    return (double)s;
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(256) total_kernel(const void *x_, int64_t n, int square,
+                                                           double *parts, int vec)
+{
+    constexpr int W = FTK_WIDTH(T);
+    __shared__ double room[32];
+    const T *x = (const T *)x_;
+    const int64_t items = n / W, step = (int64_t)gridDim.x * 256;
+    const int64_t me = (int64_t)blockIdx.x * 256 + threadIdx.x;
+    double s = 0;
+#pragma unroll 4
+    for (int64_t i = me; i < items; i += step) s += piece<T, W>(x + i * W, square, vec);
+    if (me < n - items * W) s += piece<T, 1>(x + items * W + me, square, 1);
+    s = block_sum(s, room);
+    if (threadIdx.x == 0) parts[blockIdx.x] = s;
+}
+
+static __global__ void __launch_bounds__(256) total_end_kernel(const double *parts, int n,
+                                                               double by, float *out)
+{
+    __shared__ double room[32];
+    double s = 0;
+    for (int i = threadIdx.x; i < n; i += 256) s += parts[i];
+    s = block_sum(s, room);
+    if (threadIdx.x == 0) *out = (float)(s / by);
+}
+
+static ft_status total(const ft_op_call *call, const ft_view *x, int64_t n, int square, double by,
+                       float *out)
+{
+    cudaStream_t stream = stream_of(call);
+    double *parts = (double *)call->workspace;
+    unsigned blocks = (unsigned)(call->workspace_bytes / sizeof(double));
+    int vec = aligned(FTK_AT(x->data));
+    if (!blocks)
+        return ft_error(FT_ERR_UNSUPPORTED, "%s: no workspace", call->op->name);
+    if (x->dtype == FT_BF16)
+        total_kernel<bf16><<<blocks, 256, 0, stream>>>(x->data, n, square, parts, vec);
+    else total_kernel<float><<<blocks, 256, 0, stream>>>(x->data, n, square, parts, vec);
+    FT_TRY(launched(call->op->name));
+    total_end_kernel<<<1, 256, 0, stream>>>(parts, (int)blocks, by, out);
+    return launched(call->op->name);
+}
+
+FT_API ft_status ftk_mean_forward(const ft_op_call *call)
+{
+    int64_t n = elems_of(&call->in[0]);
+    return total(call, &call->in[0], n, 0, (double)n, (float *)call->out[0].data);
+}
+
+/* dx[n] = or += dout / n */
+template <typename T, int W>
+static __global__ void mean_grad_kernel(grad_out dx, const float *dout, int64_t n)
+{
+    const float each = dout ? (float)((double)*dout / (double)n) : 0.0f;
+    int64_t i = item_at<W>();
+    if (i + W <= n) {
+        float v[W];
+        for (int j = 0; j < W; j++) v[j] = each;
+        give(dx, i, v, 1);
+    } else {
+        for (; i < n; i++) {
+            float v[1] = {each};
+            give(dx, i, v, 1);
+        }
+    }
+}
+
+FT_API ft_status ftk_mean_backward(const ft_op_call *call)
+{
+    const ft_view *dx = &call->din[0];
+    int64_t n = elems_of(&call->in[0]);
+    if (!dx->present) return FT_OK;
+    FT_TRY(check_dout(call, 0, FT_F32));
+    plane p = plane_of(1, n, dx->dtype, FTK_AT(dx->data));
+    FTK_PLANE(mean_grad_kernel, dx->dtype, p, stream_of(call), grad_of(dx, call->accumulate[0]),
+              (const float *)data_of(&call->dout[0]), n);
+    return launched("mean");
+}
+
+/* ------------------------------------------------------------------------------------- >>lookup
+
+   Forward: y[N,C] = table[token - first], zero where the row is another rank's or the token cannot
+   be. A plane of tokens x items; 2 N C elements.
+
+   Backward: dtable[v] = or += the sum of the rows of dy whose token is v, in token order, in fp32,
+   rounded once. Lists of positions are made first:
+     1. count[v] by integer atomics;
+     2. each row that occurs takes room for its list, from a counter;
+     3. every position is put into its row's list;
+     4. a block a row sorts the list and adds the rows of dy that it names.
+   Lists lie and are filled in whatever order the threads come; sorted they are the same always, so
+   the sums' order does not depend on it. A token that occurs more than FTK_LIST times has no list:
+   its block goes through all tokens, keeping those that match in order.
+   Workspace, int32: count [V], the counter, end [V] of each list, positions [N]. Moves the rows of
+   dy once and dtable once (twice where it adds; rows without a token are then left alone). */
+
+enum { FTK_LIST = 1024 };
+
+typedef struct lookup_args {
+    const int32_t *tokens;
+    const void *table, *dy; /* T; NULL: none */
+    void *y;
+    grad_out dtable;
+    int64_t n, C, first, rows, V;
+    int32_t *count, *used, *end, *slots;
+    uint64_t *fault;
+    int kind, vec;
+} lookup_args;
+
+/* The table's row for the token at position i, -1 for none. */
+static __device__ __forceinline__ int64_t lookup_row(const lookup_args &a, int64_t i)
+{
+    const int64_t token = a.tokens[i], row = token - a.first;
+    return row >= 0 && row < a.rows && token < a.V ? row : -1;
+}
+
+template <typename T, int W> static __global__ void lookup_kernel(lookup_args a)
+{
+    const int64_t c = item_at<W>();
+    if (c >= a.C) return;
+    FTK_EACH_ROW(i, a.n) {
+        const int32_t token = a.tokens[i];
+        const int64_t row = a.table ? lookup_row(a, i) : -1;
+        if (c == 0 && (token < 0 || token >= a.V)) note_fault(a.fault, a.kind, i, token, a.V);
+        float v[W];
+        if (row >= 0) get(v, (const T *)a.table + row * a.C + c, 1);
+        else zero(v);
+        put((T *)a.y + i * a.C + c, v, 1);
+    }
+}
+
+static __global__ void lookup_count_kernel(lookup_args a)
+{
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.n;
+         i += (int64_t)gridDim.x * blockDim.x) {
+        const int32_t token = a.tokens[i];
+        const int64_t row = lookup_row(a, i);
+        if (token < 0 || token >= a.V) note_fault(a.fault, a.kind, i, token, a.V);
+        else if (row >= 0) atomicAdd(&a.count[row], 1);
+    }
+}
+
+/* end[v] = where the list of v begins, for now. A warp takes room for its 32 rows at once. */
+static __global__ void lookup_room_kernel(lookup_args a)
+{
+    const int64_t steps = (a.rows + 31) / 32, warps = (int64_t)gridDim.x * blockDim.x / 32;
+    const int lane = threadIdx.x & 31;
+    for (int64_t s = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32; s < steps; s += warps) {
+        const int64_t v = s * 32 + lane;
+        int count = v < a.rows ? a.count[v] : 0, base = 0;
+        if (count > FTK_LIST) count = 0;
+        int upto = count;
+        for (int o = 1; o < 32; o *= 2) {
+            const int before = __shfl_up_sync(~0u, upto, o);
+            if (lane >= o) upto += before;
+        }
+        if (lane == 31 && upto) base = atomicAdd(a.used, upto);
+        base = __shfl_sync(~0u, base, 31);
+        if (v < a.rows) a.end[v] = base + upto - count;
+    }
+}
+
+static __global__ void lookup_place_kernel(lookup_args a)
+{
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.n;
+         i += (int64_t)gridDim.x * blockDim.x) {
+        const int64_t row = lookup_row(a, i);
+        if (row >= 0 && a.count[row] <= FTK_LIST)
+            a.slots[atomicAdd(&a.end[row], 1)] = (int32_t)i;
+    }
+}
+
+/* s += the rows of dy at order[0..k), columns c..c+W. */
+template <typename T, int W>
+static __device__ __forceinline__ void lookup_add(float (&s)[W], const lookup_args &a,
+                                                  const int32_t *order, int k, int64_t c)
+{
+    const T *dy = (const T *)a.dy + c;
+    float v[W];
+#pragma unroll 8
+    for (int j = 0; j < k; j++) {
+        get(v, dy + order[j] * a.C, a.vec);
+        for (int l = 0; l < W; l++) s[l] += v[l];
+    }
+}
+
+/* Positions base..base+blockDim.x whose row is v, in order; returns how many. */
+static __device__ int lookup_scan(const lookup_args &a, int64_t v, int64_t base, int32_t *order,
+                                  int *room)
+{
+    const int64_t i = base + threadIdx.x;
+    const bool hit = i < a.n && lookup_row(a, i) == v;
+    const unsigned hits = __ballot_sync(~0u, hit);
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    __syncthreads(); /* the last order has been used */
+    if (lane == 0) room[warp] = __popc(hits);
+    __syncthreads();
+    int before = 0, all = 0;
+    for (int w = 0; w < (int)blockDim.x / 32; w++) {
+        if (w < warp) before += room[w];
+        all += room[w];
+    }
+    if (hit) order[before + __popc(hits & ((1u << lane) - 1))] = (int32_t)i;
+    __syncthreads();
+    return all;
+}
+
+template <typename T, int W>
+static __global__ void __launch_bounds__(256) lookup_grad_kernel(lookup_args a)
+{
+    __shared__ int32_t list[FTK_LIST], order[FTK_LIST];
+    __shared__ int room[32];
+    for (int64_t v = blockIdx.x; v < a.rows; v += gridDim.x) {
+        const int k = a.count[v], listed = k <= FTK_LIST;
+        if (k == 0 && a.dtable.add) continue;
+        if (k && listed) {
+            const int32_t *slots = a.slots + (a.end[v] - k);
+            __syncthreads(); /* the last order has been used */
+            for (int i = threadIdx.x; i < k; i += blockDim.x) list[i] = slots[i];
+            __syncthreads();
+            for (int i = threadIdx.x; i < k; i += blockDim.x) {
+                int rank = 0;
+                for (int j = 0; j < k; j++) rank += list[j] < list[i];
+                order[rank] = list[i];
+            }
+            __syncthreads();
+        }
+        for (int64_t tile = 0; tile < a.C; tile += blockDim.x * W) {
+            const int64_t c = tile + threadIdx.x * W;
+            const bool mine = c < a.C;
+            float s[W];
+            zero(s);
+            if (listed) {
+                if (mine && a.dy) lookup_add<T, W>(s, a, order, k, c);
+            } else {
+                for (int64_t base = 0; base < a.n; base += blockDim.x) {
+                    const int found = lookup_scan(a, v, base, order, room);
+                    if (mine && a.dy) lookup_add<T, W>(s, a, order, found, c);
+                }
+            }
+            if (mine) give(a.dtable, v * a.C + c, s, a.vec);
+        }
+    }
+}
+
+static ft_status lookup_forward(const ft_op_call *call, lookup_args a, ft_dtype t)
+{
+    a.tokens = (const int32_t *)call->in[0].data;
+    a.n = elems_of(&call->in[0]);
+    a.fault = call->fault;
+    a.y = call->out[0].data;
+    a.C = cols_of(&call->out[0]);
+    uintptr_t at = FTK_AT(a.y) | FTK_AT(a.table);
+    if (a.C % width_of(t)) at |= 1; /* rows of the table begin anywhere */
+    plane p = plane_of(a.n, a.C, t, at);
+    FTK_PLANE(lookup_kernel, t, p, stream_of(call), a);
+    return launched(call->op->name);
+}
+
+static ft_status lookup_backward(const ft_op_call *call, lookup_args a, ft_dtype t)
+{
+    cudaStream_t stream = stream_of(call);
+    int wide = a.C % width_of(t) == 0;
+    a.tokens = (const int32_t *)call->in[0].data;
+    a.n = elems_of(&call->in[0]);
+    a.fault = call->fault;
+    if (a.n > INT32_MAX || (size_t)(2 * a.rows + 1 + a.n) * 4 > call->workspace_bytes)
+        return ft_error(FT_ERR_SHAPE, "%s: %lld tokens in one call, at most 2^31 - 1, or %zu bytes "
+                        "of workspace are too few", call->op->name, (long long)a.n,
+                        call->workspace_bytes);
+    a.count = (int32_t *)call->workspace;
+    a.used = a.count + a.rows;
+    a.end = a.used + 1;
+    a.slots = a.end + a.rows;
+    a.vec = aligned(FTK_AT(a.dy) | FTK_AT(a.dtable.data));
+    cudaError_t error = cudaMemsetAsync(a.count, 0, (size_t)(a.rows + 1) * 4, stream);
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+        return ft_error(FT_ERR_UNSUPPORTED, "%s: clearing the counts: %s", call->op->name,
+                        cudaGetErrorString(error));
+    }
+    unsigned some = (unsigned)least(over(a.n, 256), FTK_BLOCKS);
+    lookup_count_kernel<<<some, 256, 0, stream>>>(a);
+    FT_TRY(launched(call->op->name));
+    lookup_room_kernel<<<(unsigned)least(over(a.rows, 256), FTK_BLOCKS), 256, 0, stream>>>(a);
+    FT_TRY(launched(call->op->name));
+    lookup_place_kernel<<<some, 256, 0, stream>>>(a);
+    FT_TRY(launched(call->op->name));
+    unsigned threads = row_threads(wide ? a.C / width_of(t) : a.C);
+    FTK_ROWS(lookup_grad_kernel, t, wide, (unsigned)least(a.rows, 8 * FTK_BLOCKS), threads, 0,
+             stream, a);
+    return launched(call->op->name);
+}
+
+FT_API ft_status ftk_embedding_forward(const ft_op_call *call)
+{
+    const ft_view *table = &call->in[1];
+    lookup_args a;
+    memset(&a, 0, sizeof a);
+    a.table = table->data;
+    a.rows = a.V = table->shape[0];
+    a.kind = FTK_FAULT_EMBEDDING;
+    return lookup_forward(call, a, table->dtype);
+}
+
+FT_API ft_status ftk_embedding_backward(const ft_op_call *call)
+{
+    const ft_view *table = &call->in[1];
+    lookup_args a;
+    memset(&a, 0, sizeof a);
+    if (!call->din[1].present) return FT_OK;
+    FT_TRY(check_dout(call, 0, table->dtype));
+    a.rows = a.V = table->shape[0];
+    a.C = table->shape[1];
+    a.kind = FTK_FAULT_EMBEDDING;
+    a.dy = data_of(&call->dout[0]);
+    a.dtable = grad_of(&call->din[1], call->accumulate[1]);
+    return lookup_backward(call, a, table->dtype);
+}
+
+FT_API ft_status ftk_tp_lookup(const ft_op_call *call)
+{
+    const ft_view *table = &call->in[1];
+    lookup_args a;
+    memset(&a, 0, sizeof a);
+    a.table = data_of(table);
+    a.first = call->attr.i[0];
+    a.rows = table->present ? table->shape[0] : 0;
+    a.V = call->attr.i[1];
+    a.kind = FTK_FAULT_TP_EMBEDDING;
+    return lookup_forward(call, a, call->out[0].dtype);
+}
+
+FT_API ft_status ftk_tp_lookup_grad(const ft_op_call *call)
+{
+    const ft_view *dtable = &call->out[0];
+    lookup_args a;
+    memset(&a, 0, sizeof a);
+    a.first = call->attr.i[0];
+    a.rows = dtable->shape[0];
+    a.C = dtable->shape[1];
+    a.V = call->attr.i[1];
+    a.kind = FTK_FAULT_TP_EMBEDDING;
+    a.dy = call->in[1].data;
+    a.dtable = grad_of(dtable, call->attr.i[2] != 0);
+    return lookup_backward(call, a, call->in[1].dtype);
+}
+
+/* --------------------------------------------------------------------------------------- >>loss
+
+   Rows z[c,V] of logits: loss = log sum exp(z) - z[label], dz = factor (softmax(z) - onehot). A
+   block a row. One pass makes the maximum and the sum together: a thread that meets a new maximum
+   scales its sum (Milakov and Gimelshein 2018); a second pass, with grads, writes dz over z. Reads
+   V elements twice, the second time out of the L2 cache, and writes them once: 3 V elements, of
+   which 2 V go to memory. Rows begin anywhere where V is odd, so what stands before the first and
+   behind the last 16-byte boundary is taken singly. exp(x) is ex2(x log2 e): 2 ulp. */
+
+#define FTK_LOG2E 1.4426950408889634f
+#define FTK_LEAST (-1.0e38f) /* below all logits; its product with log2 e is still finite */
+
+enum { FTK_IGNORE = -100 };
+
+static __device__ __forceinline__ float exp_2(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* Elements before the first boundary, and whole items behind it. */
+typedef struct row_cut { int64_t head, items; } row_cut;
+
+template <typename T> static __device__ __forceinline__ row_cut cut_row(const T *z, int64_t n)
+{
+    constexpr int W = FTK_WIDTH(T);
+    row_cut cut;
+    cut.head = (int64_t)((16 - ((uintptr_t)z & 15)) & 15) / (int64_t)sizeof(T);
+    if (cut.head > n) cut.head = n;
+    cut.items = (n - cut.head) / W;
+    return cut;
+}
+
+template <int W>
+static __device__ __forceinline__ void online(float &top, float &sum, const float (&v)[W])
+{
+    float m = v[0];
+    for (int j = 1; j < W; j++) m = fmaxf(m, v[j]);
+    if (m > top) {
+        sum *= exp_2((top - m) * FTK_LOG2E);
+        top = m;
+    }
+    const float shift = -top * FTK_LOG2E;
+    for (int j = 0; j < W; j++) sum += exp_2(fmaf(v[j], FTK_LOG2E, shift));
+}
+
+/* The row's maximum (x) and sum of exp(z - maximum) (y), the same for every thread of the block. */
+template <typename T>
+static __device__ float2 row_softmax(const T *z, int64_t n, float2 *room, float *tops)
+{
+    constexpr int W = FTK_WIDTH(T);
+    const row_cut cut = cut_row(z, n);
+    const T *body = z + cut.head;
+    const int64_t rest = n - cut.head - cut.items * W, me = threadIdx.x;
+    float top = FTK_LEAST, sum = 0, one[1], v[W];
+    if (me < cut.head) {
+        get(one, z + me, 1);
+        online(top, sum, one);
+    }
+#pragma unroll 4
+    for (int64_t i = me; i < cut.items; i += blockDim.x) {
+        get(v, body + i * W, 1);
+        online(top, sum, v);
+    }
+    if (me < rest) {
+        get(one, body + cut.items * W + me, 1);
+        online(top, sum, one);
+    }
+    const float most = block_max(top, tops);
+    sum *= exp_2((top - most) * FTK_LOG2E);
+    return make_float2(most, block_sum(make_float2(sum, 0), room).x);
+}
+
+/* z = exp(z - most) * by; z[at] less `factor`, where `at` is in the row. */
+template <typename T>
+static __device__ void row_gradient(T *z, int64_t n, float most, float by, int64_t at, float factor)
+{
+    constexpr int W = FTK_WIDTH(T), DEEP = 4;
+    const row_cut cut = cut_row(z, n);
+    T *body = z + cut.head;
+    const int64_t rest = n - cut.head - cut.items * W, me = threadIdx.x, step = blockDim.x;
+    const float shift = -most * FTK_LOG2E;
+    float one[1], v[W];
+    if (me < cut.head) {
+        get(one, z + me, 1);
+        one[0] = exp_2(fmaf(one[0], FTK_LOG2E, shift)) * by - (me == at ? factor : 0.0f);
+        put(z + me, one, 1);
+    }
+    for (int64_t i = me; i < cut.items; i += DEEP * step) {
+        uint4 raw[DEEP];
+#pragma unroll
+        for (int d = 0; d < DEEP; d++)
+            if (i + d * step < cut.items) raw[d] = take(body + (i + d * step) * W, 1);
+#pragma unroll
+        for (int d = 0; d < DEEP; d++) {
+            if (i + d * step >= cut.items) break;
+            const int64_t label = at - cut.head - (i + d * step) * W;
+            open(v, raw[d]);
+            for (int j = 0; j < W; j++)
+                v[j] = exp_2(fmaf(v[j], FTK_LOG2E, shift)) * by - (j == label ? factor : 0.0f);
+            put(body + (i + d * step) * W, v, 1);
+        }
+    }
+    if (me < rest) {
+        const int64_t i = cut.head + cut.items * W + me;
+        get(one, z + i, 1);
+        one[0] = exp_2(fmaf(one[0], FTK_LOG2E, shift)) * by - (i == at ? factor : 0.0f);
+        put(z + i, one, 1);
+    }
+}
+
+template <typename T> static __device__ void row_clear(T *z, int64_t n)
+{
+    constexpr int W = FTK_WIDTH(T);
+    const row_cut cut = cut_row(z, n);
+    const int64_t rest = n - cut.head - cut.items * W, me = threadIdx.x;
+    float one[1] = {0}, v[W];
+    zero(v);
+    if (me < cut.head) put(z + me, one, 1);
+    for (int64_t i = me; i < cut.items; i += blockDim.x) put(z + cut.head + i * W, v, 1);
+    if (me < rest) put(z + cut.head + cut.items * W + me, one, 1);
+}
+
+static unsigned loss_threads(int64_t V) { return V >= 16384 ? 1024 : V >= 2048 ? 256 : 128; }
+
+/* Labels that count, all of them, by one block; V is the vocabulary. */
+static __device__ int64_t labels_counted(const int32_t *labels, int64_t n, int64_t V,
+                                         uint64_t *fault, int kind, double *room)
+{
+    int counted = 0;
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
+        const int32_t label = labels[i];
+        if (label == FTK_IGNORE) continue;
+        if (label < 0 || label >= V) note_fault(fault, kind, i, label, V);
+        else counted++;
+    }
+    return (int64_t)block_sum((double)counted, room);
+}
+
+static __global__ void __launch_bounds__(1024) ce_begin_kernel(ftk_ce_state *state,
+                                                               const int32_t *labels, int64_t n,
+                                                               int64_t V, const float *scale,
+                                                               const float *dloss, uint64_t *fault)
+{
+    __shared__ double room[32];
+    const int64_t counted = labels_counted(labels, n, V, fault, FTK_FAULT_CE, room);
+    if (threadIdx.x) return;
+    double by = counted ? 1.0 / (double)counted : 0;
+    if (scale && counted) by = (double)*scale;
+    state->by = by;
+    state->factor = dloss ? (float)(by * (double)*dloss) : 0.0f;
+    state->counted = (int32_t)counted;
+}
+
+FT_API ft_status ftk_ce_begin(void *stream, ftk_ce_state *state, const int32_t *labels, int64_t n,
+                              int64_t V, const float *scale, const float *dloss, uint64_t *fault)
+{
+    ce_begin_kernel<<<1, 1024, 0, (cudaStream_t)stream>>>(state, labels, n, V, scale, dloss, fault);
+    return launched("ce_begin");
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(1024) ce_tokens_kernel(void *z_, const int32_t *labels,
+                                                                int64_t c, int64_t V,
+                                                                const ftk_ce_state *state,
+                                                                float *losses, int grads)
+{
+    __shared__ float2 room[32];
+    __shared__ float tops[32];
+    for (int64_t row = blockIdx.x; row < c; row += gridDim.x) {
+        T *z = (T *)z_ + row * V;
+        const int32_t label = labels[row];
+        if (label < 0 || label >= V) { /* ignored, or a fault that ce_begin has noted */
+            if (threadIdx.x == 0) losses[row] = 0;
+            if (grads) row_clear(z, V);
+            continue;
+        }
+        float at_label[1];
+        get(at_label, z + label, 1); /* the sums below wait for all threads before z changes */
+        const float2 s = row_softmax(z, V, room, tops);
+        if (threadIdx.x == 0)
+            losses[row] = (float)(log((double)s.y) + ((double)s.x - (double)at_label[0]));
+        if (!grads) continue;
+        const float factor = state->factor;
+        row_gradient(z, V, s.x, factor / s.y, label, factor);
+    }
+}
+
+FT_API ft_status ftk_ce_tokens(void *stream, void *z, ft_dtype dtype, const int32_t *labels,
+                               int64_t c, int64_t V, const ftk_ce_state *state, float *losses,
+                               int grads)
+{
+    unsigned blocks = (unsigned)least(c, 1 << 30), threads = loss_threads(V);
+    cudaStream_t s = (cudaStream_t)stream;
+    if (dtype == FT_BF16)
+        ce_tokens_kernel<bf16><<<blocks, threads, 0, s>>>(z, labels, c, V, state, losses, grads);
+    else ce_tokens_kernel<float><<<blocks, threads, 0, s>>>(z, labels, c, V, state, losses, grads);
+    return launched("ce_tokens");
+}
+
+static __global__ void __launch_bounds__(1024) ce_end_kernel(const float *losses, int64_t n,
+                                                             const ftk_ce_state *state, float *loss)
+{
+    __shared__ double room[32];
+    double s = 0;
+#pragma unroll 4
+    for (int64_t i = threadIdx.x; i < n; i += blockDim.x) s += (double)losses[i];
+    s = block_sum(s, room);
+    if (threadIdx.x == 0) *loss = (float)(state->by * s);
+}
+
+FT_API ft_status ftk_ce_end(void *stream, const float *losses, int64_t n,
+                            const ftk_ce_state *state, float *loss)
+{
+    ce_end_kernel<<<1, 1024, 0, (cudaStream_t)stream>>>(losses, n, state, loss);
+    return launched("ce_end");
+}
+
+/* ---- the vocabulary-parallel loss: each rank has some columns of the logits. The statistics
+   (maximum, sum of exp, the label's logit) of a row travel, fp32 [t,c,3]; all ranks combine them in
+   rank order. What the kernels of a pass share is femtotron_tp.h's ft__tp_sums, whose layout this
+   is: 24 bytes in an int32 tensor. ---- */
+
+typedef struct tp_sums {
+    double total, by;
+    float factor;
+    int32_t spare;
+} tp_sums;
+
+typedef struct tp_loss_args {
+    const int32_t *labels;
+    const float *stats;
+    int64_t c, ranks, rows;          /* tokens of the chunk, ranks, own columns */
+    int64_t token, per, stride, first; /* attr.i[0..3] */
+} tp_loss_args;
+
+static tp_loss_args tp_loss_of(const ft_op_call *call)
+{
+    tp_loss_args a;
+    memset(&a, 0, sizeof a);
+    a.labels = (const int32_t *)call->in[0].data;
+    a.token = call->attr.i[0];
+    a.per = call->attr.i[1];
+    a.stride = call->attr.i[2];
+    a.first = call->attr.i[3];
+    return a;
+}
+
+/* The label of row k of the chunk, which takes `per` tokens of each run of `stride`. */
+static __device__ __forceinline__ int32_t tp_label(const tp_loss_args &a, int64_t k)
+{
+    return a.labels[k / a.per * a.stride + a.token + k % a.per];
+}
+
+static __device__ __forceinline__ int64_t tp_own(const tp_loss_args &a, int32_t label)
+{
+    const int64_t row = label - a.first;
+    return label != FTK_IGNORE && row >= 0 && row < a.rows ? row : -1;
+}
+
+typedef struct tp_token { float most; double sum, logit; } tp_token;
+
+static __device__ tp_token tp_token_all(const tp_loss_args &a, int64_t k)
+{
+    tp_token t;
+    t.most = -INFINITY;
+    t.sum = t.logit = 0;
+    for (int64_t r = 0; r < a.ranks; r++) t.most = fmaxf(t.most, a.stats[(r * a.c + k) * 3]);
+    for (int64_t r = 0; r < a.ranks; r++) {
+        const float *own = a.stats + (r * a.c + k) * 3;
+        t.sum += (double)own[1] * exp((double)own[0] - (double)t.most);
+        t.logit += (double)own[2];
+    }
+    return t;
+}
+
+static __global__ void __launch_bounds__(1024) tp_loss_begin_kernel(tp_sums *sums,
+                                                                    const int32_t *labels,
+                                                                    int64_t n, int64_t V,
+                                                                    const float *scale,
+                                                                    const float *dloss,
+                                                                    uint64_t *fault)
+{
+    __shared__ double room[32];
+    const int64_t counted = labels_counted(labels, n, V, fault, FTK_FAULT_TP_CE, room);
+    if (threadIdx.x) return;
+    tp_sums s;
+    s.total = 0;
+    s.by = counted ? 1.0 / (double)counted : 0;
+    if (scale && counted) s.by = (double)*scale;
+    s.factor = dloss ? (float)(s.by * (double)*dloss) : 0.0f;
+    s.spare = 0;
+    *sums = s;
+}
+
+FT_API ft_status ftk_tp_loss_begin(const ft_op_call *call)
+{
+    const ft_view *labels = &call->in[0];
+    tp_loss_begin_kernel<<<1, 1024, 0, stream_of(call)>>>(
+        (tp_sums *)call->out[0].data, (const int32_t *)labels->data, elems_of(labels),
+        call->attr.i[0], (const float *)data_of(&call->in[1]),
+        (const float *)data_of(&call->in[2]), call->fault);
+    return launched("tp_loss_begin");
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(1024) tp_loss_stats_kernel(float *out, const void *z_,
+                                                                    tp_loss_args a)
+{
+    __shared__ float2 room[32];
+    __shared__ float tops[32];
+    for (int64_t k = blockIdx.x; k < a.c; k += gridDim.x) {
+        const int64_t own = tp_own(a, tp_label(a, k));
+        float2 s = make_float2(-INFINITY, 0);
+        float logit[1] = {0};
+        if (z_) {
+            const T *z = (const T *)z_ + k * a.rows;
+            s = row_softmax(z, a.rows, room, tops);
+            if (own >= 0) get(logit, z + own, 1);
+        }
+        if (threadIdx.x == 0) {
+            out[k * 3] = s.x;
+            out[k * 3 + 1] = s.y;
+            out[k * 3 + 2] = logit[0];
+        }
+    }
+}
+
+FT_API ft_status ftk_tp_loss_stats(const ft_op_call *call)
+{
+    const ft_view *z = &call->in[1], *out = &call->out[0];
+    tp_loss_args a = tp_loss_of(call);
+    a.c = elems_of(out) / 3;
+    a.rows = z->present ? cols_of(z) : 0;
+    unsigned blocks = (unsigned)least(a.c, 1 << 30), threads = loss_threads(a.rows);
+    if (z->dtype == FT_BF16)
+        tp_loss_stats_kernel<bf16><<<blocks, threads, 0, stream_of(call)>>>((float *)out->data,
+                                                                           data_of(z), a);
+    else
+        tp_loss_stats_kernel<float><<<blocks, threads, 0, stream_of(call)>>>((float *)out->data,
+                                                                            data_of(z), a);
+    return launched("tp_loss_stats");
+}
+
+static __global__ void __launch_bounds__(1024) tp_loss_add_kernel(tp_sums *sums, tp_loss_args a)
+{
+    __shared__ double room[32];
+    double s = 0;
+    for (int64_t k = threadIdx.x; k < a.c; k += blockDim.x) {
+        if (tp_label(a, k) == FTK_IGNORE) continue;
+        const tp_token t = tp_token_all(a, k);
+        s += log(t.sum) + ((double)t.most - t.logit);
+    }
+    s = block_sum(s, room);
+    if (threadIdx.x == 0) sums->total += s;
+}
+
+FT_API ft_status ftk_tp_loss_add(const ft_op_call *call)
+{
+    const ft_view *stats = &call->in[1];
+    tp_loss_args a = tp_loss_of(call);
+    a.stats = (const float *)stats->data;
+    a.ranks = stats->shape[0];
+    a.c = stats->shape[1];
+    tp_loss_add_kernel<<<1, 1024, 0, stream_of(call)>>>((tp_sums *)call->out[0].data, a);
+    return launched("tp_loss_add");
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(1024) tp_loss_grad_kernel(void *z_, const tp_sums *sums,
+                                                                   tp_loss_args a)
+{
+    __shared__ float most, by;
+    const float factor = sums->factor;
+    for (int64_t k = blockIdx.x; k < a.c; k += gridDim.x) {
+        const int32_t label = tp_label(a, k);
+        T *z = (T *)z_ + k * a.rows;
+        if (label == FTK_IGNORE) {
+            row_clear(z, a.rows);
+            continue;
+        }
+        __syncthreads(); /* the last row's numbers have been read */
+        if (threadIdx.x == 0) {
+            const tp_token t = tp_token_all(a, k);
+            most = t.most;
+            by = (float)((double)factor / t.sum);
+        }
+        __syncthreads();
+        row_gradient(z, a.rows, most, by, tp_own(a, label), factor);
+    }
+}
+
+FT_API ft_status ftk_tp_loss_grad(const ft_op_call *call)
+{
+    const ft_view *stats = &call->in[1], *z = &call->out[0];
+    const tp_sums *sums = (const tp_sums *)call->in[2].data;
+    tp_loss_args a = tp_loss_of(call);
+    a.stats = (const float *)stats->data;
+    a.ranks = stats->shape[0];
+    a.c = stats->shape[1];
+    a.rows = cols_of(z);
+    unsigned blocks = (unsigned)least(elems_of(z) / a.rows, 1 << 30), n = loss_threads(a.rows);
+    if (z->dtype == FT_BF16)
+        tp_loss_grad_kernel<bf16><<<blocks, n, 0, stream_of(call)>>>(z->data, sums, a);
+    else tp_loss_grad_kernel<float><<<blocks, n, 0, stream_of(call)>>>(z->data, sums, a);
+    return launched("tp_loss_grad");
+}
+
+static __global__ void tp_loss_end_kernel(float *loss, const tp_sums *sums)
+{
+    *loss = (float)(sums->by * sums->total);
+}
+
+FT_API ft_status ftk_tp_loss_end(const ft_op_call *call)
+{
+    tp_loss_end_kernel<<<1, 1, 0, stream_of(call)>>>((float *)call->out[0].data,
+                                                     (const tp_sums *)call->in[0].data);
+    return launched("tp_loss_end");
+}
+
+/* --------------------------------------------------------------------------------------- >>zero
+
+   The scalars of a step stay on the device: nothing here waits for the host. */
+
+FT_API ft_status ftk_zero_sumsq(const ft_op_call *call)
+{
+    return total(call, &call->in[0], call->attr.i[1], 1, 1.0,
+                 (float *)call->out[0].data + call->attr.i[0]);
+}
+
+static __global__ void __launch_bounds__(256) zero_local_kernel(float *out, const float *partial,
+                                                                int64_t n, const float *loss)
+{
+    __shared__ double room[32];
+    double s = 0;
+    for (int64_t i = threadIdx.x; i < n; i += 256) s += (double)partial[i];
+    s = block_sum(s, room);
+    if (threadIdx.x) return;
+    out[0] = (float)s;
+    out[1] = loss ? *loss : 0.0f;
+}
+
+FT_API ft_status ftk_zero_local(const ft_op_call *call)
+{
+    const float *loss = call->attr.f[0] > 0 ? (const float *)call->in[1].data : NULL;
+    zero_local_kernel<<<1, 256, 0, stream_of(call)>>>((float *)call->out[0].data,
+                                                      (const float *)call->in[0].data,
+                                                      elems_of(&call->in[0]), loss);
+    return launched("zero_local");
+}
+
+/* One thread: every rank adds the same numbers in the same order. */
+static __global__ void zero_control_kernel(float *control, int32_t *count, const float *all,
+                                           int64_t ranks, double limit)
+{
+    float squares = 0, loss = 0;
+#pragma unroll 8
+    for (int64_t r = 0; r < ranks; r++) {
+        squares += all[2 * r];
+        loss += all[2 * r + 1];
+    }
+    const float norm = sqrtf(squares);
+    const int go = isfinite(norm) != 0;
+    double coef = 1;
+    if (limit > 0 && go && limit / ((double)norm + 1e-6) < 1) coef = limit / ((double)norm + 1e-6);
+    count[go ? 0 : 1]++;
+    control[0] = norm;
+    control[1] = (float)coef;
+    control[2] = (float)go;
+    control[3] = loss;
+}
+
+FT_API ft_status ftk_zero_control(const ft_op_call *call)
+{
+    zero_control_kernel<<<1, 1, 0, stream_of(call)>>>(
+        (float *)call->out[0].data, (int32_t *)call->out[1].data, (const float *)call->in[0].data,
+        elems_of(&call->in[0]) / 2, call->attr.f[0]);
+    return launched("zero_control");
+}
+
+static __global__ void zero_scale_kernel(float *scale, const int32_t *counts, int64_t n)
+{
+    int64_t sum = 0;
+    for (int64_t i = 0; i < n; i++) sum += counts[i];
+    *scale = sum > 0 ? (float)(1.0 / (double)sum) : 0.0f;
+}
+
+FT_API ft_status ftk_zero_scale(const ft_op_call *call)
+{
+    zero_scale_kernel<<<1, 1, 0, stream_of(call)>>>((float *)call->out[0].data,
+                                                    (const int32_t *)call->in[0].data,
+                                                    elems_of(&call->in[0]));
+    return launched("zero_scale");
+}
+
+/* Optimizers: an update of fp32 weights p (the master where weights are bf16), elementwise. The
+   step count is on the device, so bias corrections are made there, in double, once a block: beta2^t
+   is close to 1 for long. control[2] == 0 leaves everything as it is; control[1] clips.
+
+     AdamW  m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2,
+            p = p (1 - lr decay) - lr / (1 - b1^t) m / (sqrt(v) / sqrt(1 - b2^t) + eps)
+     SGD    g += decay p; v = momentum v + g; p -= lr (nesterov ? g + momentum v : v or g)
+
+   Four elements a thread at a time, 16 bytes of each fp32 array; blocks stride. AdamW moves 28
+   bytes an element with bf16 gradient and weight and fp32 master. */
+
+typedef struct update_args {
+    const void *grad;
+    const float *control;
+    const int32_t *step;
+    float *p, *m, *v;       /* fp32 weight or master, states; v of SGD is m here */
+    bf16 *rounded;          /* NULL: the weight is p */
+    int64_t n;
+    double b1, b2, lr, decay;
+    float eps;
+    int grad_half, nesterov, vec;
+} update_args;
+
+template <int W>
+static __device__ __forceinline__ void update_grad(float (&g)[W], const update_args &a, int64_t i,
+                                                   float coef)
+{
+    if (a.grad_half) get(g, (const bf16 *)a.grad + i, a.vec);
+    else get(g, (const float *)a.grad + i, a.vec);
+    for (int j = 0; j < W; j++) g[j] *= coef;
+}
+
+typedef struct adamw_rates { float shrink, rate, root, coef; } adamw_rates;
+
+template <int W>
+static __device__ __forceinline__ void adamw_at(const update_args &a, const adamw_rates &r,
+                                                int64_t i)
+{
+    const float b1 = (float)a.b1, b2 = (float)a.b2;
+    float g[W], p[W], m[W], v[W];
+    get(p, a.p + i, a.vec);
+    get(m, a.m + i, a.vec);
+    get(v, a.v + i, a.vec);
+    update_grad(g, a, i, r.coef);
+    for (int j = 0; j < W; j++) {
+        m[j] = b1 * m[j] + (1 - b1) * g[j];
+        v[j] = b2 * v[j] + (1 - b2) * g[j] * g[j];
+        p[j] = p[j] * r.shrink - r.rate * m[j] / (sqrtf(v[j]) * r.root + a.eps);
+    }
+    put(a.p + i, p, a.vec);
+    put(a.m + i, m, a.vec);
+    put(a.v + i, v, a.vec);
+    if (a.rounded) put(a.rounded + i, p, a.vec);
+}
+
+static __global__ void __launch_bounds__(256) adamw_kernel(update_args a)
+{
+    __shared__ adamw_rates shared;
+    if (a.control[2] == 0.0f) return;
+    if (threadIdx.x == 0) {
+        const double t = (double)*a.step;
+        shared.shrink = (float)(1 - a.lr * a.decay);
+        shared.rate = (float)(a.lr / (1 - pow(a.b1, t)));
+        shared.root = (float)(1 / sqrt(1 - pow(a.b2, t)));
+        shared.coef = a.control[1];
+    }
+    __syncthreads();
+    const adamw_rates r = shared;
+    const int64_t items = a.n / 4, step = (int64_t)gridDim.x * 256;
+    const int64_t me = (int64_t)blockIdx.x * 256 + threadIdx.x;
+    for (int64_t i = me; i < items; i += step) adamw_at<4>(a, r, i * 4);
+    if (me < a.n % 4) adamw_at<1>(a, r, items * 4 + me);
+}
+
+template <int W> static __device__ __forceinline__ void sgd_at(const update_args &a, int64_t i)
+{
+    const float momentum = (float)a.b1, lr = (float)a.lr, decay = (float)a.decay;
+    float g[W], p[W], v[W];
+    get(p, a.p + i, a.vec);
+    update_grad(g, a, i, a.control[1]);
+    for (int j = 0; j < W; j++) g[j] += decay * p[j];
+    if (a.m) {
+        get(v, a.m + i, a.vec);
+        for (int j = 0; j < W; j++) {
+            v[j] = momentum * v[j] + g[j];
+            g[j] = a.nesterov ? g[j] + momentum * v[j] : v[j];
+        }
+        put(a.m + i, v, a.vec);
+    }
+    for (int j = 0; j < W; j++) p[j] -= lr * g[j];
+    put(a.p + i, p, a.vec);
+    if (a.rounded) put(a.rounded + i, p, a.vec);
+}
+
+static __global__ void __launch_bounds__(256) sgd_kernel(update_args a)
+{
+    if (a.control[2] == 0.0f) return;
+    const int64_t items = a.n / 4, step = (int64_t)gridDim.x * 256;
+    const int64_t me = (int64_t)blockIdx.x * 256 + threadIdx.x;
+    for (int64_t i = me; i < items; i += step) sgd_at<4>(a, i * 4);
+    if (me < a.n % 4) sgd_at<1>(a, items * 4 + me);
+}
+
+/* out = weight, the states, and the master if there is one. */
+static update_args update_of(const ft_op_call *call)
+{
+    const ft_zero_optimizer *o = (const ft_zero_optimizer *)call->attr.user;
+    const ft_view *weight = &call->out[0];
+    int has_master = call->op->n_out == o->n_state + 2;
+    update_args a;
+    memset(&a, 0, sizeof a);
+    a.grad = call->in[0].data;
+    a.grad_half = call->in[0].dtype == FT_BF16;
+    a.control = (const float *)call->in[1].data;
+    a.step = (const int32_t *)call->in[2].data;
+    a.p = (float *)(has_master ? call->out[o->n_state + 1].data : weight->data);
+    a.rounded = has_master ? (bf16 *)weight->data : NULL;
+    a.m = o->n_state > 0 ? (float *)call->out[1].data : NULL;
+    a.v = o->n_state > 1 ? (float *)call->out[2].data : NULL;
+    a.n = elems_of(weight);
+    a.lr = call->attr.f[0];
+    a.decay = call->attr.f[1];
+    a.vec = aligned(FTK_AT(a.grad) | FTK_AT(a.p) | FTK_AT(a.rounded) | FTK_AT(a.m) | FTK_AT(a.v));
+    return a;
+}
+
+static unsigned update_blocks(int64_t n) { return (unsigned)least(over(n, 1024), 2 * FTK_BLOCKS); }
+
+FT_API ft_status ftk_zero_adamw(const ft_op_call *call)
+{
+    const ft_zero_optimizer *o = (const ft_zero_optimizer *)call->attr.user;
+    update_args a = update_of(call);
+    a.b1 = o->hyper[0];
+    a.b2 = o->hyper[1];
+    a.eps = (float)o->hyper[2];
+    adamw_kernel<<<update_blocks(a.n), 256, 0, stream_of(call)>>>(a);
+    return launched("adamw");
+}
+
+FT_API ft_status ftk_zero_sgd(const ft_op_call *call)
+{
+    const ft_zero_optimizer *o = (const ft_zero_optimizer *)call->attr.user;
+    update_args a = update_of(call);
+    a.b1 = o->hyper[0];
+    a.nesterov = o->hyper[1] > 0;
+    sgd_kernel<<<update_blocks(a.n), 256, 0, stream_of(call)>>>(a);
+    return launched("sgd");
+}
+
+/* ================================================== end of the general kernels; attention follows
+   (ftk_attention_forward, ftk_attention_backward) ============================================== */
