@@ -5022,6 +5022,12 @@ static void ft__attention_scratch(ft_op_call *call)
 {
     ft__att a;
     ft__att_sizes(&a, call);
+    if (call->device == FT_GPU) { /* backward: lse and delta, fp32 [B,H, T rounded up to 256] */
+        if (call->backward)
+            call->workspace_bytes = (size_t)(2 * a.B * a.H * ft__round_up(a.T, 256)) *
+                                    sizeof(float);
+        return;
+    }
     int64_t floats = a.P * a.E * (call->backward ? 5 : 2) + 3 * FT__TILE * a.E +
                      2 * FT__TILE * FT__KEYS;
     call->workspace_bytes = (size_t)floats * sizeof(float);
