@@ -1001,6 +1001,10 @@ static ft_status choose_device(program *p) {
     if (set->device == FT_CPU)
         printf("device  cpu, %d ranks as threads%s\n", ranks, gpus ? "" : ", no GPU in use");
     if (set->device != FT_GPU) return FT_OK;
+    if (gpus == 0)
+        return ft_error(FT_ERR_UNSUPPORTED, "--device cuda: no GPU is visible to this program; it "
+                        "must be built by make cuda, and the driver be there. --device cpu trains "
+                        "without");
     FT_TRY(ft_gpu_name(0, name));
     if (set->gpus) gpus = (int)set->gpus;
     if (gpus > ranks) gpus = ranks;
