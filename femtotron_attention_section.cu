@@ -945,17 +945,9 @@ static __global__ void __launch_bounds__(WARPS * 32) ftk__att_dq(ftk__att a)
 #define FTK__ATT_WGMMA
 #endif
 
-/* Bits 0-13 address, 16-29 stride between 64 columns, 32-45 between 8 rows, all / 16; 62-63
-   swizzle, 1 for 128 bytes. */
-static __device__ __forceinline__ uint64_t ftk__att_wg_tile(uint32_t at, int rows)
-{
-    return (uint64_t)((at & 0x3ffffu) >> 4) | (uint64_t)(rows * 128 / 16) << 16 |
-           (uint64_t)(1024 / 16) << 32 | (uint64_t)1 << 62;
-}
-
 #ifdef FTK__ATT_WGMMA
 #define FTK__ATT_C8(i)                                                                             \
-    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]),      \
+    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]),    \
     "+f"(c[i + 6]), "+f"(c[i + 7])
 
 /* ss: A [m][k] and B [n][k] in shared memory, C = with add 0. rs: A in registers, B [k][n]. */
@@ -1039,6 +1031,14 @@ static __device__ __forceinline__ void ftk__att_proxy_fence(void)
 
 /* ---- Hopper: tiles ---- */
 
+/* Bits 0-13 address, 16-29 stride between 64 columns, 32-45 between 8 rows, all / 16; 62-63
+   swizzle, 1 for 128 bytes. */
+static __device__ __forceinline__ uint64_t ftk__att_wg_tile(uint32_t at, int rows)
+{
+    return (uint64_t)((at & 0x3ffffu) >> 4) | (uint64_t)(rows * 128 / 16) << 16 |
+           (uint64_t)(1024 / 16) << 32 | (uint64_t)1 << 62;
+}
+
 /* c[64, N] = u v^T over DP columns; u's descriptor at its 64 rows, UROWS and VROWS rows a tile. */
 template <int DP, int N, int UROWS, int VROWS>
 static __device__ __forceinline__ void ftk__att_wg_dot(float *c, uint64_t u, uint64_t v)
@@ -1113,7 +1113,8 @@ static __device__ __forceinline__ uint32_t ftk__att_wg_shared(const void *shared
      shared   q [128]   k [2][BN]   v [2][BN] rows of DP: 160 KB at 128 x 128
      grid     a block for each (query head, tile of 128 rows), last tile first */
 template <int DP, int BN>
-static __global__ void __launch_bounds__(256, DP * BN <= 4096 ? 2 : 1) ftk__att_wg_forward(ftk__att a)
+static __global__ void __launch_bounds__(256, DP * BN <= 4096 ? 2 : 1)
+ftk__att_wg_forward(ftk__att a)
 {
 #ifdef FTK__ATT_WGMMA
     extern __shared__ __align__(16) unsigned char ftk__att_shared[];
@@ -1218,8 +1219,8 @@ static __global__ void __launch_bounds__(256, DP * BN <= 4096 ? 2 : 1) ftk__att_
 /* ---- Hopper: dk and dv ----
 
    As above, 256 threads; a block owns 128 keys and a warpgroup 64 of them. Four products a tile of
-   BM rows; the last two, dv and dk, may run into the next step, so that a tile's place is free only
-   two steps later: three places, filled one step ahead.
+   BM rows; the last, dk, runs on into the next step, so that a tile's place is free only two steps
+   later: three places, filled one step ahead.
 
      shared   k, v [128]   q, do [3][BM] rows of DP   lse2, delta [3][BM]: 162 KB at BM 64, DP 128
      grid     a block for each (kv head, tile of 128 keys), tile 0 first */
@@ -1292,7 +1293,7 @@ static __global__ void __launch_bounds__(256, 1) ftk__att_wg_dkv(ftk__att a)
         ftk__att_wg_commit();
         ftk__att_wg_dot<DP, BM, 128, BM>(dp, at_v, at_do);
         ftk__att_wg_commit();
-        ftk__att_wg_wait<1>(); /* s, and dv and dk of the step before */
+        ftk__att_wg_wait<1>(); /* s, and dk of the step before */
         ftk__att_wg_hold<BM / 2>(s);
 #pragma unroll
         for (int n = 0; n < BM / 8; n++) {
@@ -1324,6 +1325,7 @@ static __global__ void __launch_bounds__(256, 1) ftk__att_wg_dkv(ftk__att a)
         ftk__att_wg_fence();
         ftk__att_wg_mix<DP, BM>(dk, ds, at_q);
         ftk__att_wg_commit();
+        ftk__att_wg_wait<1>(); /* dv: p is free, without which registers would not do */
         place = place == 2 ? 0 : place + 1;
         if (++m == end) {
             m = begin;

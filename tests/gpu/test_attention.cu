@@ -397,7 +397,8 @@ static void check_all(int only_small)
     }
     static const shape large[] = { { 1, 4096, 8, 2, 128, 0, 0, 0 }, { 2, 4096, 7, 1, 64, 0, 0, 0 },
                                    { 1, 4095, 4, 4, 96, 0, 0, 0 }, { 3, 2049, 8, 8, 80, 0, 1, 0 },
-                                   { 1, 40000, 1, 1, 64, 0, 0, 0 }, { 65, 300, 8, 1, 64, 0, 0, 0 } };
+                                   { 1, 40000, 1, 1, 64, 0, 0, 0 },
+                                   { 65, 300, 8, 1, 64, 0, 0, 0 } };
     for (int i = 0; i < 6; i++) check(large[i], 0);
 }
 
@@ -407,18 +408,18 @@ typedef ft_status starter(const ftk__att *a, void *stream);
 typedef struct tiles { int D, phase; const char *name; starter *start; } tiles;
 
 #define FORWARD(D, MT, WARPS, BN, ST)                                                              \
-    { D, 0, "forward D " #D ": " #WARPS " warps x 16*" #MT " rows, " #BN " keys, stages " #ST,      \
+    { D, 0, "forward D " #D ": " #WARPS " warps x 16*" #MT " rows, " #BN " keys, stages " #ST,     \
       ftk__att_start_forward<D, MT, WARPS, BN, ST, 1> }
 #define DKV(D, MT, WARPS, BM, ST)                                                                  \
-    { D, 1, "dk, dv  D " #D ": " #WARPS " warps x 16*" #MT " keys, " #BM " rows, stages " #ST,      \
+    { D, 1, "dk, dv  D " #D ": " #WARPS " warps x 16*" #MT " keys, " #BM " rows, stages " #ST,     \
       ftk__att_start_dkv<D, MT, WARPS, BM, ST, 1> }
 #define DQ(D, MT, WARPS, BN, ST)                                                                   \
-    { D, 2, "dq      D " #D ": " #WARPS " warps x 16*" #MT " rows, " #BN " keys, stages " #ST,      \
+    { D, 2, "dq      D " #D ": " #WARPS " warps x 16*" #MT " rows, " #BN " keys, stages " #ST,     \
       ftk__att_start_dq<D, MT, WARPS, BN, ST, 1> }
 
 #define WG(D, N)                                                                                   \
-    { D, 0, "forward D " #D ": wgmma, 128 rows, " #N " keys", ftk__att_start_wg_forward<D, N> },    \
-    { D, 1, "dk, dv  D " #D ": wgmma, 128 keys, " #N " rows", ftk__att_start_wg_dkv<D, N> },        \
+    { D, 0, "forward D " #D ": wgmma, 128 rows, " #N " keys", ftk__att_start_wg_forward<D, N> },   \
+    { D, 1, "dk, dv  D " #D ": wgmma, 128 keys, " #N " rows", ftk__att_start_wg_dkv<D, N> },       \
     { D, 2, "dq      D " #D ": wgmma, 128 rows, " #N " keys", ftk__att_start_wg_dq<D, N> }
 
 static const tiles choices[] = {
