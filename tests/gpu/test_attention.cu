@@ -501,6 +501,7 @@ static void bench(shape s, int all_tiles)
 
 int main(int argc, char **argv)
 {
+    setvbuf(stdout, NULL, _IOLBF, 0); /* the last line is the one before a crash */
     if (argc > 1 && strcmp(argv[1], "--bench") == 0) {
         static const shape shapes[] = { { 4, 4096, 32, 32, 128, 0, 0, 0 },
                                         { 4, 4096, 32, 8, 64, 0, 0, 0 },
