@@ -8,9 +8,10 @@
      o [B,T,H D]   lse fp32 [B,H,T], the log of the sum of a row's exponentials
      P             T rounded up to 256: row length of the workspace lse2, delta fp32 [B,H,P]
 
-   Two versions. The simple one takes fp32 and bf16, any D <= 256, computes in fp32, and is what the
-   fast one is tested against. The fast one is bf16, D <= 128, on mma.sync.m16n8k16 (sm_80 and
-   newer), rounded up to a head size of 64, 80, 96 or 128 with zeros in shared memory.
+   Three versions. The simple one takes fp32 and bf16, any D <= 256, computes in fp32, and is what
+   the others are tested against. The second is bf16, D <= 128, on mma.sync.m16n8k16 (sm_80 and
+   newer), rounded up to a head size of 64, 80, 96 or 128 with zeros in shared memory. The third,
+   bf16 on wgmma (sm_90a), takes head sizes up to 64 and from 97 to 128.
 
    Numerics: products of bf16 summed in fp32; the softmax in fp32 with base 2 exponentials, so the
    scale is log2(e) / sqrt(D); probabilities and ds are rounded to bf16 to be factors again.
@@ -22,6 +23,8 @@
 #include "femtotron.h"
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
+#include <math.h>
+#include <string.h>
 
 typedef __nv_bfloat16 ftk__bf16;
 
@@ -425,7 +428,17 @@ template <int DP, int ROWS, int THREADS, int VEC>
 static __device__ __forceinline__ void ftk__att_load(ftk__bf16 *tile, const ftk__bf16 *from,
                                                      int64_t stride, int first, int T, int D)
 {
-    if (VEC) {
+    if (VEC && THREADS % (DP / 8) == 0) { /* a thread stays in its column */
+        const int UNITS = DP / 8, STEP = THREADS / UNITS;
+        const int r = threadIdx.x / UNITS, c = threadIdx.x % UNITS;
+        const int left = c * 8 < D ? T - first - r : 0;
+        const ftk__bf16 *at = from + (int64_t)(first + r) * stride + c * 8;
+        uint32_t to = ftk__att_address(tile + r * (DP + 8) + c * 8);
+#pragma unroll
+        for (int i = 0; i < ROWS; i += STEP, at += STEP * stride)
+            if (ROWS % STEP == 0 || i + r < ROWS)
+                ftk__att_copy16(to + (uint32_t)(i * (DP + 8)) * 2, i < left ? at : from, i < left);
+    } else if (VEC) {
         const int UNITS = DP / 8;
         uint32_t to = ftk__att_address(tile);
 #pragma unroll
@@ -913,6 +926,521 @@ static __global__ void __launch_bounds__(WARPS * 32) ftk__att_dq(ftk__att a)
                                 D, dq, by);
 }
 
+/* ---- Hopper: instructions ----
+
+   wgmma (sm_90a): four warps, the threads of a warpgroup, multiply C[64,N] += A[64,16] B[16,N]
+   asynchronously. Warp w has rows 16w.. of C, 8 columns to four registers as C of mma.sync, and of
+   A, where A is in registers, as A of mma.sync. A or B in shared memory is named by a descriptor.
+
+   A tile is [DP / 64][rows][64] bf16, aligned to 1024 bytes, rows of 128 bytes in which the 16-byte
+   unit c of row r is at place c ^ (r % 8): the 128-byte swizzle. The same tile serves
+     [m or n][k], the product over its columns: eight rows to the next eight 1024 bytes;
+                  16 columns further are 32 bytes, 64 columns rows * 128
+     [k][n],      the product over its rows ("transposed"): 64 columns to the next 64 rows * 128
+                  bytes, 8 rows to the next 8 1024 bytes; 16 rows further are 2048 bytes.
+   Shared memory written by cp.async is made visible to wgmma by a proxy fence of each writer before
+   the barrier. Accumulators are not touched between issue and wait. */
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define FTK__ATT_WGMMA
+#endif
+
+#ifdef FTK__ATT_WGMMA
+#define FTK__ATT_C8(i)                                                                             \
+    "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]),    \
+    "+f"(c[i + 6]), "+f"(c[i + 7])
+
+/* ss: A [m][k] and B [n][k] in shared memory, C = with add 0. rs: A in registers, B [k][n]. */
+static __device__ __forceinline__ void ftk__att_wg_ss64(float *c, uint64_t a, uint64_t b, int add)
+{
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %34, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                 "%32, %33, p, 1, 1, 0, 0; }\n"
+                 : FTK__ATT_C8(0), FTK__ATT_C8(8), FTK__ATT_C8(16), FTK__ATT_C8(24)
+                 : "l"(a), "l"(b), "r"(add));
+}
+
+static __device__ __forceinline__ void ftk__att_wg_ss128(float *c, uint64_t a, uint64_t b, int add)
+{
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %66, 0;\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+                 "%64, %65, p, 1, 1, 0, 0; }\n"
+                 : FTK__ATT_C8(0), FTK__ATT_C8(8), FTK__ATT_C8(16), FTK__ATT_C8(24),
+                   FTK__ATT_C8(32), FTK__ATT_C8(40), FTK__ATT_C8(48), FTK__ATT_C8(56)
+                 : "l"(a), "l"(b), "r"(add));
+}
+
+static __device__ __forceinline__ void ftk__att_wg_rs64(float *c, const uint32_t *a, uint64_t b)
+{
+    asm volatile("{\n"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+                 "{%32, %33, %34, %35}, %36, 1, 1, 1, 1; }\n"
+                 : FTK__ATT_C8(0), FTK__ATT_C8(8), FTK__ATT_C8(16), FTK__ATT_C8(24)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+static __device__ __forceinline__ void ftk__att_wg_rs128(float *c, const uint32_t *a, uint64_t b)
+{
+    asm volatile("{\n"
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+                 "{%64, %65, %66, %67}, %68, 1, 1, 1, 1; }\n"
+                 : FTK__ATT_C8(0), FTK__ATT_C8(8), FTK__ATT_C8(16), FTK__ATT_C8(24),
+                   FTK__ATT_C8(32), FTK__ATT_C8(40), FTK__ATT_C8(48), FTK__ATT_C8(56)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+static __device__ __forceinline__ void ftk__att_wg_fence(void) /* registers before an issue */
+{
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+static __device__ __forceinline__ void ftk__att_wg_commit(void)
+{
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+/* Until at most PENDING groups run. */
+template <int PENDING> static __device__ __forceinline__ void ftk__att_wg_wait(void)
+{
+    asm volatile("wgmma.wait_group.sync.aligned %0;" :: "n"(PENDING) : "memory");
+}
+
+/* The compiler moves no use of c across this place. */
+template <int N> static __device__ __forceinline__ void ftk__att_wg_hold(float *c)
+{
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i]) :: "memory");
+}
+
+static __device__ __forceinline__ void ftk__att_proxy_fence(void)
+{
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* ---- Hopper: tiles ---- */
+
+/* Bits 0-13 address, 16-29 stride between 64 columns, 32-45 between 8 rows, all / 16; 62-63
+   swizzle, 1 for 128 bytes. */
+static __device__ __forceinline__ uint64_t ftk__att_wg_tile(uint32_t at, int rows)
+{
+    return (uint64_t)((at & 0x3ffffu) >> 4) | (uint64_t)(rows * 128 / 16) << 16 |
+           (uint64_t)(1024 / 16) << 32 | (uint64_t)1 << 62;
+}
+
+/* c[64, N] = u v^T over DP columns; u's descriptor at its 64 rows, UROWS and VROWS rows a tile. */
+template <int DP, int N, int UROWS, int VROWS>
+static __device__ __forceinline__ void ftk__att_wg_dot(float *c, uint64_t u, uint64_t v)
+{
+#pragma unroll
+    for (int k = 0; k < DP / 16; k++) {
+        const uint64_t x = u + (uint64_t)(k / 4 * UROWS * 8 + k % 4 * 2);
+        const uint64_t y = v + (uint64_t)(k / 4 * VROWS * 8 + k % 4 * 2);
+        if (N == 64) ftk__att_wg_ss64(c, x, y, k);
+        else ftk__att_wg_ss128(c, x, y, k);
+    }
+}
+
+/* c[64, DP] += p v over N rows of v; p as packed by ftk__att_wg_pack. */
+template <int DP, int N>
+static __device__ __forceinline__ void ftk__att_wg_mix(float *c, const uint32_t *p, uint64_t v)
+{
+#pragma unroll
+    for (int k = 0; k < N / 16; k++) {
+        if (DP == 64) ftk__att_wg_rs64(c, p + 4 * k, v + (uint64_t)(k * 128));
+        else ftk__att_wg_rs128(c, p + 4 * k, v + (uint64_t)(k * 128));
+    }
+}
+
+/* C of [64, N] to A of N / 16 products: register 4k + e is the pair e of columns 16k.. */
+template <int N>
+static __device__ __forceinline__ void ftk__att_wg_pack(uint32_t *p, const float *c)
+{
+#pragma unroll
+    for (int i = 0; i < N / 4; i++) p[i] = ftk__att_pack(c[2 * i], c[2 * i + 1]);
+}
+
+/* Rows first.. of from[T, stride], D elements each, to tile[DP / 64][ROWS][64] by 256 threads,
+   zeros beyond T and D. Thread i copies the unit i % (DP / 8) of every 2048 / DP-th row: a multiple
+   of 8, so its place in the swizzle stays the same. */
+template <int DP, int ROWS>
+static __device__ __forceinline__ void ftk__att_wg_load(uint32_t tile, const ftk__bf16 *from,
+                                                        int64_t stride, int first, int T, int D)
+{
+    const int UNITS = DP / 8, STEP = 256 / UNITS;
+    const int r = threadIdx.x / UNITS, u = threadIdx.x % UNITS;
+    const int left = u * 8 < D ? T - first - r : 0;
+    const ftk__bf16 *at = from + (int64_t)(first + r) * stride + u * 8;
+    const uint32_t to = tile + (uint32_t)(u / 8 * ROWS * 128 + r * 128 + ((u ^ r) % 8) * 16);
+#pragma unroll
+    for (int i = 0; i < ROWS; i += STEP, at += STEP * stride)
+        ftk__att_copy16(to + (uint32_t)(i * 128), i < left ? at : from, i < left);
+}
+
+/* All that was copied before is here, for every thread and for wgmma; and every thread has waited
+   for the products that it asked for before. */
+static __device__ __forceinline__ void ftk__att_wg_arrive(void)
+{
+    ftk__att_wait();
+    ftk__att_proxy_fence();
+    __syncthreads();
+}
+
+static __device__ __forceinline__ uint32_t ftk__att_wg_shared(const void *shared)
+{
+    return (ftk__att_address(shared) + 1023u) & ~1023u;
+}
+#endif /* FTK__ATT_WGMMA */
+
+/* ---- Hopper: forward ----
+
+   As above, 256 threads, a block owns 128 query rows and a warpgroup 64 of them; c of [64, N] has
+   element e of columns 8n.. in register 4n + e. Products of one tile run under the softmax of the
+   next: in step j s = q k^T of tile j+1 and o += p v of tile j are asked for together, and while
+   the second runs, s becomes the next p. o is scaled after it.
+
+     shared   q [128]   k [2][BN]   v [2][BN] rows of DP: 160 KB at 128 x 128
+     grid     a block for each (query head, tile of 128 rows), last tile first */
+template <int DP, int BN>
+static __global__ void __launch_bounds__(256, DP * BN <= 4096 ? 2 : 1)
+ftk__att_wg_forward(ftk__att a)
+{
+#ifdef FTK__ATT_WGMMA
+    extern __shared__ __align__(16) unsigned char ftk__att_shared[];
+    const uint32_t q = ftk__att_wg_shared(ftk__att_shared), k = q + 128 * DP * 2;
+    const uint32_t TILE = BN * DP * 2, v = k + 2 * TILE;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, group = threadIdx.x / 128;
+    const int T = (int)a.T, D = (int)a.D, tiles = (T + 127) / 128;
+    int64_t bh;
+    int tile;
+    ftk__att_place(a, a.B * a.H, tiles, &bh, &tile);
+    const int first = (tiles - 1 - tile) * 128;
+    const int row = first + (int)threadIdx.x / 32 * 16 + g; /* and row + 8 */
+    const int64_t b = bh / a.H, h = bh % a.H, kv = h / (a.H / a.K);
+    const ftk__bf16 *base = (const ftk__bf16 *)a.qkv + b * T * a.W;
+    const ftk__bf16 *keys = base + (a.H + kv) * D, *values = keys + a.K * D;
+    const int last = first + 128 < T ? first + 128 : T, steps = (last + BN - 1) / BN;
+    const uint64_t at_q = ftk__att_wg_tile(q + (uint32_t)(group * 64 * 128), 128);
+
+    float o[DP / 2], s[BN / 2], top[2] = { -INFINITY, -INFINITY }, sum[2] = { 0, 0 };
+    uint32_t p[BN / 4];
+#pragma unroll
+    for (int i = 0; i < DP / 2; i++) o[i] = 0;
+
+    ftk__att_wg_load<DP, 128>(q, base + h * D, a.W, first, T, D);
+    ftk__att_wg_load<DP, BN>(k, keys, a.W, 0, T, D);
+    ftk__att_commit();
+
+    /* Step j: s of tile j, o of tile j - 1. */
+    for (int j = 0; j < steps; j++) {
+        const int key = j * BN;
+        float old[2];
+        ftk__att_wg_arrive();
+        if (j + 1 < steps)
+            ftk__att_wg_load<DP, BN>(k + (j + 1) % 2 * TILE, keys, a.W, key + BN, T, D);
+        ftk__att_wg_load<DP, BN>(v + j % 2 * TILE, values, a.W, key, T, D);
+        ftk__att_commit();
+        ftk__att_wg_hold<BN / 2>(s);
+        ftk__att_wg_hold<DP / 2>(o);
+        ftk__att_wg_fence();
+        ftk__att_wg_dot<DP, BN, 128, BN>(s, at_q, ftk__att_wg_tile(k + j % 2 * TILE, BN));
+        ftk__att_wg_commit();
+        if (j > 0)
+            ftk__att_wg_mix<DP, BN>(o, p, ftk__att_wg_tile(v + (j - 1) % 2 * TILE, BN));
+        ftk__att_wg_commit();
+        ftk__att_wg_wait<1>();
+        ftk__att_wg_hold<BN / 2>(s);
+        if (key + BN - 1 > first + group * 64) {
+#pragma unroll
+            for (int i = 0; i < BN / 2; i++)
+                if (key + i / 4 * 8 + 2 * t + i % 2 > row + i % 4 / 2 * 8) s[i] = -INFINITY;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            float high = top[half], add = 0;
+#pragma unroll
+            for (int n = 0; n < BN / 8; n++)
+                high = fmaxf(high, fmaxf(s[4 * n + 2 * half], s[4 * n + 2 * half + 1]));
+            high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 1));
+            high = fmaxf(high, __shfl_xor_sync(0xffffffffu, high, 2));
+            const float less = high * a.scale2;
+            old[half] = ftk__att_exp2((top[half] - high) * a.scale2);
+            top[half] = high;
+#pragma unroll
+            for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                for (int e = 4 * n + 2 * half; e < 4 * n + 2 * half + 2; e++) {
+                    s[e] = ftk__att_exp2(s[e] * a.scale2 - less);
+                    add += s[e];
+                }
+            sum[half] = sum[half] * old[half] + add;
+        }
+        ftk__att_wg_wait<0>();
+        ftk__att_wg_hold<DP / 2>(o);
+#pragma unroll
+        for (int i = 0; i < DP / 2; i++) o[i] *= old[i % 4 / 2];
+        ftk__att_wg_pack<BN>(p, s);
+    }
+    ftk__att_wg_arrive();
+    ftk__att_wg_hold<DP / 2>(o);
+    ftk__att_wg_fence();
+    ftk__att_wg_mix<DP, BN>(o, p, ftk__att_wg_tile(v + (steps - 1) % 2 * TILE, BN));
+    ftk__att_wg_commit();
+    ftk__att_wg_wait<0>();
+    ftk__att_wg_hold<DP / 2>(o);
+
+    float by[1][2], c[1][DP / 8][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        float all = sum[half];
+        all += __shfl_xor_sync(0xffffffffu, all, 1);
+        all += __shfl_xor_sync(0xffffffffu, all, 2);
+        by[0][half] = 1 / all;
+        if (t == 0 && row + half * 8 < T)
+            a.lse[bh * T + row + half * 8] = top[half] * a.scale + logf(all);
+    }
+#pragma unroll
+    for (int i = 0; i < DP / 2; i++) c[0][i / 4][i % 4] = o[i];
+    ftk__att_store<DP, 1, 1>(a.o, 0, 0, (b * T * a.H + h) * D, a.H * D, row - g, T, D, c, by);
+#endif
+}
+
+/* ---- Hopper: dk and dv ----
+
+   As above, 256 threads; a block owns 128 keys and a warpgroup 64 of them. Four products a tile of
+   BM rows; the last, dk, runs on into the next step, so that a tile's place is free only two steps
+   later: three places, filled one step ahead.
+
+     shared   k, v [128]   q, do [3][BM] rows of DP   lse2, delta [3][BM]: 162 KB at BM 64, DP 128
+     grid     a block for each (kv head, tile of 128 keys), tile 0 first */
+template <int DP, int BM>
+static __global__ void __launch_bounds__(256, 1) ftk__att_wg_dkv(ftk__att a)
+{
+#ifdef FTK__ATT_WGMMA
+    extern __shared__ __align__(16) unsigned char ftk__att_shared[];
+    const uint32_t k = ftk__att_wg_shared(ftk__att_shared), v = k + 128 * DP * 2;
+    const uint32_t TILE = BM * DP * 2, q = v + 128 * DP * 2, dout = q + 3 * TILE;
+    const float *lse2 = (const float *)(ftk__att_shared + (dout + 3 * TILE -
+                                                           ftk__att_address(ftk__att_shared)));
+    const float *delta = lse2 + 3 * BM;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, group = threadIdx.x / 128;
+    const int T = (int)a.T, D = (int)a.D;
+    int64_t bk;
+    int tile;
+    ftk__att_place(a, a.B * a.K, (T + 127) / 128, &bk, &tile);
+    const int first = tile * 128, key = first + (int)threadIdx.x / 32 * 16 + g; /* and key + 8 */
+    const int64_t b = bk / a.K, kv = bk % a.K, rep = a.H / a.K;
+    const ftk__bf16 *base = (const ftk__bf16 *)a.qkv + b * T * a.W;
+    const ftk__bf16 *keys = base + (a.H + kv) * D, *grads = (const ftk__bf16 *)a.dout;
+    const int begin = first / BM, end = (T + BM - 1) / BM; /* tiles of rows that see a key */
+    const uint64_t at_k = ftk__att_wg_tile(k + (uint32_t)(group * 64 * 128), 128);
+    const uint64_t at_v = ftk__att_wg_tile(v + (uint32_t)(group * 64 * 128), 128);
+
+    float dk[DP / 2], dv[DP / 2], s[BM / 2], dp[BM / 2];
+    uint32_t p[BM / 4], ds[BM / 4];
+#pragma unroll
+    for (int i = 0; i < DP / 2; i++) dk[i] = dv[i] = 0;
+    ftk__att_wg_load<DP, 128>(k, keys, a.W, first, T, D);
+    ftk__att_wg_load<DP, 128>(v, keys + a.K * D, a.W, first, T, D);
+
+    /* Step i is tile m of query head kv rep + r; the tile of step i + 1 is copied in step i, that
+       of step 0 before. */
+    int64_t r = 0, next_r = 0;
+    int m = begin, next_m = begin, place = 0, next_place = 0;
+    for (int started = 0; r < rep; started = 1) {
+        if (started) ftk__att_wg_arrive();
+        if (next_r < rep) {
+            const int64_t h = kv * rep + next_r;
+            const int from = next_m * BM;
+            const float *stats = a.lse2 + (b * a.H + h) * a.P + from;
+            ftk__att_wg_load<DP, BM>(q + next_place * TILE, base + h * D, a.W, from, T, D);
+            ftk__att_wg_load<DP, BM>(dout + next_place * TILE, grads + (b * T * a.H + h) * D,
+                                     a.H * D, from, T, D);
+            if (threadIdx.x < BM / 4) {
+                const int u = next_place * BM + (int)threadIdx.x * 4;
+                ftk__att_copy16(ftk__att_address(lse2 + u), stats + threadIdx.x * 4, 1);
+                ftk__att_copy16(ftk__att_address(delta + u),
+                                stats + (a.delta - a.lse2) + threadIdx.x * 4, 1);
+            }
+            next_place = next_place == 2 ? 0 : next_place + 1;
+            if (++next_m == end) {
+                next_m = begin;
+                next_r++;
+            }
+        }
+        ftk__att_commit();
+        if (!started) continue;
+
+        const uint64_t at_q = ftk__att_wg_tile(q + place * TILE, BM);
+        const uint64_t at_do = ftk__att_wg_tile(dout + place * TILE, BM);
+        const float *row_lse2 = lse2 + place * BM + 2 * t, *row_delta = delta + place * BM + 2 * t;
+        const int row = m * BM;
+        ftk__att_wg_hold<BM / 2>(s);
+        ftk__att_wg_hold<BM / 2>(dp);
+        ftk__att_wg_fence();
+        ftk__att_wg_dot<DP, BM, 128, BM>(s, at_k, at_q);
+        ftk__att_wg_commit();
+        ftk__att_wg_dot<DP, BM, 128, BM>(dp, at_v, at_do);
+        ftk__att_wg_commit();
+        ftk__att_wg_wait<1>(); /* s, and dk of the step before */
+        ftk__att_wg_hold<BM / 2>(s);
+#pragma unroll
+        for (int n = 0; n < BM / 8; n++) {
+            const float2 l = *(const float2 *)(row_lse2 + n * 8);
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                s[4 * n + e] = ftk__att_exp2(s[4 * n + e] * a.scale2 - (e % 2 ? l.y : l.x));
+        }
+        if (row < first + group * 64 + 63) {
+#pragma unroll
+            for (int i = 0; i < BM / 2; i++)
+                if (key + i % 4 / 2 * 8 > row + i / 4 * 8 + 2 * t + i % 2) s[i] = 0;
+        }
+        ftk__att_wg_pack<BM>(p, s);
+        ftk__att_wg_hold<DP / 2>(dv);
+        ftk__att_wg_fence();
+        ftk__att_wg_mix<DP, BM>(dv, p, at_do);
+        ftk__att_wg_commit();
+        ftk__att_wg_wait<1>(); /* dp */
+        ftk__att_wg_hold<BM / 2>(dp);
+#pragma unroll
+        for (int n = 0; n < BM / 8; n++) {
+            const float2 l = *(const float2 *)(row_delta + n * 8);
+#pragma unroll
+            for (int e = 0; e < 4; e++) s[4 * n + e] *= dp[4 * n + e] - (e % 2 ? l.y : l.x);
+        }
+        ftk__att_wg_pack<BM>(ds, s);
+        ftk__att_wg_hold<DP / 2>(dk);
+        ftk__att_wg_fence();
+        ftk__att_wg_mix<DP, BM>(dk, ds, at_q);
+        ftk__att_wg_commit();
+        ftk__att_wg_wait<1>(); /* dv: p is free, without which registers would not do */
+        place = place == 2 ? 0 : place + 1;
+        if (++m == end) {
+            m = begin;
+            r++;
+        }
+    }
+    ftk__att_wg_wait<0>();
+    ftk__att_wg_hold<DP / 2>(dk);
+    ftk__att_wg_hold<DP / 2>(dv);
+
+    float by[1][2] = { { a.scale, a.scale } }, one[1][2] = { { 1, 1 } }, c[1][DP / 8][4];
+    const int64_t to = b * T * a.W + (a.H + kv) * D;
+#pragma unroll
+    for (int i = 0; i < DP / 2; i++) c[0][i / 4][i % 4] = dk[i];
+    ftk__att_store<DP, 1, 1>(a.dqkv, a.dqkv_f32, a.accumulate, to, a.W, key - g, T, D, c, by);
+#pragma unroll
+    for (int i = 0; i < DP / 2; i++) c[0][i / 4][i % 4] = dv[i];
+    ftk__att_store<DP, 1, 1>(a.dqkv, a.dqkv_f32, a.accumulate, to + a.K * D, a.W, key - g, T, D, c,
+                             one);
+#endif
+}
+
+/* ---- Hopper: dq ----
+
+   As above, 256 threads, a block owns 128 query rows and a warpgroup 64. dq += ds k runs under the
+   first product of the next tile: three places for tiles of keys, filled one step ahead.
+
+     shared   q, do [128]   k, v [3][BN] rows of DP: 160 KB at BN 64, DP 128
+     grid     a block for each (query head, tile of 128 rows), last tile first */
+template <int DP, int BN>
+static __global__ void __launch_bounds__(256, 1) ftk__att_wg_dq(ftk__att a)
+{
+#ifdef FTK__ATT_WGMMA
+    extern __shared__ __align__(16) unsigned char ftk__att_shared[];
+    const uint32_t q = ftk__att_wg_shared(ftk__att_shared), dout = q + 128 * DP * 2;
+    const uint32_t TILE = BN * DP * 2, k = dout + 128 * DP * 2, v = k + 3 * TILE;
+    const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, group = threadIdx.x / 128;
+    const int T = (int)a.T, D = (int)a.D, tiles = (T + 127) / 128;
+    int64_t bh;
+    int tile;
+    ftk__att_place(a, a.B * a.H, tiles, &bh, &tile);
+    const int first = (tiles - 1 - tile) * 128;
+    const int row = first + (int)threadIdx.x / 32 * 16 + g; /* and row + 8 */
+    const int64_t b = bh / a.H, h = bh % a.H, kv = h / (a.H / a.K);
+    const ftk__bf16 *base = (const ftk__bf16 *)a.qkv + b * T * a.W;
+    const ftk__bf16 *keys = base + (a.H + kv) * D, *values = keys + a.K * D;
+    const int last = first + 128 < T ? first + 128 : T, steps = (last + BN - 1) / BN;
+    const uint64_t at_q = ftk__att_wg_tile(q + (uint32_t)(group * 64 * 128), 128);
+    const uint64_t at_do = ftk__att_wg_tile(dout + (uint32_t)(group * 64 * 128), 128);
+
+    float dq[DP / 2], s[BN / 2], dp[BN / 2], lse2[2], delta[2];
+    uint32_t ds[BN / 4];
+#pragma unroll
+    for (int i = 0; i < DP / 2; i++) dq[i] = 0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        lse2[half] = a.lse2[bh * a.P + row + half * 8];
+        delta[half] = a.delta[bh * a.P + row + half * 8];
+    }
+    ftk__att_wg_load<DP, 128>(q, base + h * D, a.W, first, T, D);
+    ftk__att_wg_load<DP, 128>(dout, (const ftk__bf16 *)a.dout + (b * T * a.H + h) * D, a.H * D,
+                              first, T, D);
+    ftk__att_wg_load<DP, BN>(k, keys, a.W, 0, T, D);
+    ftk__att_wg_load<DP, BN>(v, values, a.W, 0, T, D);
+    ftk__att_commit();
+
+    for (int j = 0, place = 0; j < steps; j++) {
+        const int key = j * BN, next = place == 2 ? 0 : place + 1;
+        ftk__att_wg_arrive();
+        if (j + 1 < steps) {
+            ftk__att_wg_load<DP, BN>(k + next * TILE, keys, a.W, key + BN, T, D);
+            ftk__att_wg_load<DP, BN>(v + next * TILE, values, a.W, key + BN, T, D);
+        }
+        ftk__att_commit();
+        const uint64_t at_k = ftk__att_wg_tile(k + place * TILE, BN);
+        const uint64_t at_v = ftk__att_wg_tile(v + place * TILE, BN);
+        ftk__att_wg_hold<BN / 2>(s);
+        ftk__att_wg_hold<BN / 2>(dp);
+        ftk__att_wg_fence();
+        ftk__att_wg_dot<DP, BN, 128, BN>(s, at_q, at_k);
+        ftk__att_wg_commit();
+        ftk__att_wg_dot<DP, BN, 128, BN>(dp, at_do, at_v);
+        ftk__att_wg_commit();
+        ftk__att_wg_wait<1>(); /* s, and dq of the step before */
+        ftk__att_wg_hold<BN / 2>(s);
+#pragma unroll
+        for (int i = 0; i < BN / 2; i++)
+            s[i] = ftk__att_exp2(s[i] * a.scale2 - lse2[i % 4 / 2]);
+        if (key + BN - 1 > first + group * 64) {
+#pragma unroll
+            for (int i = 0; i < BN / 2; i++)
+                if (key + i / 4 * 8 + 2 * t + i % 2 > row + i % 4 / 2 * 8) s[i] = 0;
+        }
+        ftk__att_wg_wait<0>(); /* dp */
+        ftk__att_wg_hold<BN / 2>(dp);
+#pragma unroll
+        for (int i = 0; i < BN / 2; i++) s[i] *= dp[i] - delta[i % 4 / 2];
+        ftk__att_wg_pack<BN>(ds, s);
+        ftk__att_wg_hold<DP / 2>(dq);
+        ftk__att_wg_fence();
+        ftk__att_wg_mix<DP, BN>(dq, ds, at_k);
+        ftk__att_wg_commit();
+        place = next;
+    }
+    ftk__att_wg_wait<0>();
+    ftk__att_wg_hold<DP / 2>(dq);
+
+    float by[1][2] = { { a.scale, a.scale } }, c[1][DP / 8][4];
+#pragma unroll
+    for (int i = 0; i < DP / 2; i++) c[0][i / 4][i % 4] = dq[i];
+    ftk__att_store<DP, 1, 1>(a.dqkv, a.dqkv_f32, a.accumulate, b * T * a.W + h * D, a.W, row - g,
+                             T, D, c, by);
+#endif
+}
+
 /* ---- launchers ---- */
 
 typedef void ftk__att_kernel(ftk__att a);
@@ -963,6 +1491,27 @@ static ft_status ftk__att_start_dq(const ftk__att *a, void *stream)
     return ftk__att_start(ftk__att_dq<DP, MT, WARPS, BN, STAGES, VEC>, a, a->B * a->H,
                           (a->T + BM - 1) / BM, WARPS * 32,
                           (size_t)(2 * BM + 2 * STAGES * BN) * (DP + 8) * 2, stream);
+}
+
+template <int DP, int BN>
+static ft_status ftk__att_start_wg_forward(const ftk__att *a, void *stream)
+{
+    return ftk__att_start(ftk__att_wg_forward<DP, BN>, a, a->B * a->H, (a->T + 127) / 128, 256,
+                          (size_t)(128 + 4 * BN) * DP * 2 + 1024, stream);
+}
+
+template <int DP, int BM>
+static ft_status ftk__att_start_wg_dkv(const ftk__att *a, void *stream)
+{
+    return ftk__att_start(ftk__att_wg_dkv<DP, BM>, a, a->B * a->K, (a->T + 127) / 128, 256,
+                          (size_t)(256 + 6 * BM) * DP * 2 + 24 * BM + 1024, stream);
+}
+
+template <int DP, int BN>
+static ft_status ftk__att_start_wg_dq(const ftk__att *a, void *stream)
+{
+    return ftk__att_start(ftk__att_wg_dq<DP, BN>, a, a->B * a->H, (a->T + 127) / 128, 256,
+                          (size_t)(256 + 6 * BN) * DP * 2 + 1024, stream);
 }
 
 static ft_status ftk__att_start_delta(const ftk__att *a, void *stream)
@@ -1020,18 +1569,65 @@ static ft_status ftk__att_fast_dq(const ftk__att *a, int vec, void *stream)
     return ftk__att_start_dq<128, 2, 4, 32, 1, 1>(a, stream);
 }
 
-/* Which version a call takes: 0 simple, 1 fast element by element, 2 fast by 16 bytes. The shared
-   memory that the fast one of D needs is at most 101 KB (sm_86 allows 99: simple from D = 97). */
+/* On a device of capability 9.0, and compiled for sm_90a: elsewhere the kernels for it are empty,
+   which shows in their registers. */
+static int ftk__att_wgmma(void)
+{
+    int device = 0, major = 0;
+    cudaFuncAttributes kernel;
+    memset(&kernel, 0, sizeof kernel);
+    return cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
+               cudaSuccess && major == 9 &&
+           cudaFuncGetAttributes(&kernel, (const void *)ftk__att_wg_dkv<128, 64>) == cudaSuccess &&
+           kernel.numRegs > 128;
+}
+
+enum { FTK__ATT_SIMPLE = 0, FTK__ATT_ELEMENTS, FTK__ATT_UNITS, FTK__ATT_HOPPER };
+
+/* Which version a call takes: the simple one, on mma.sync with rows copied by elements or by units
+   of 16 bytes, on wgmma. The shared memory that mma.sync needs is at most 105 KB from D = 97 (sm_86
+   has 99: simple there), 80 KB below. */
 static int ftk__att_version(const ftk__att *a)
 {
     int device = 0, most = 0;
-    if (a->f32 || a->dout_f32 || a->D > 128) return 0;
+    uintptr_t places = (uintptr_t)a->qkv | (uintptr_t)a->o | (uintptr_t)a->dout |
+                       (uintptr_t)a->dqkv;
+    if (a->f32 || a->dout_f32 || a->D > 128) return FTK__ATT_SIMPLE;
     if (cudaGetDevice(&device) != cudaSuccess ||
         cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) !=
-            cudaSuccess) return 0;
-    if (most < 112 << 10 && a->D > 96) return 0;
-    return a->D % 8 == 0 && (((uintptr_t)a->qkv | (uintptr_t)a->o | (uintptr_t)a->dout |
-                              (uintptr_t)a->dqkv) & 15) == 0 ? 2 : 1;
+            cudaSuccess) return FTK__ATT_SIMPLE;
+    if (most < 112 << 10 && a->D > 96) return FTK__ATT_SIMPLE;
+    if (a->D % 8 != 0 || places % 16 != 0) return FTK__ATT_ELEMENTS;
+    return (a->D <= 64 || a->D > 96) && ftk__att_wgmma() ? FTK__ATT_HOPPER : FTK__ATT_UNITS;
+}
+
+static ft_status ftk__att_run_forward(const ftk__att *a, int version, void *stream)
+{
+    if (version == FTK__ATT_SIMPLE) return ftk__att_simple(a, 0, stream);
+    if (version != FTK__ATT_HOPPER)
+        return ftk__att_fast_forward(a, version == FTK__ATT_UNITS, stream);
+    if (a->D <= 64) return ftk__att_start_wg_forward<64, 128>(a, stream);
+    return ftk__att_start_wg_forward<128, 128>(a, stream);
+}
+
+static ft_status ftk__att_run_backward(const ftk__att *a, int version, void *stream)
+{
+    FT_TRY(ftk__att_start_delta(a, stream));
+    if (version == FTK__ATT_SIMPLE) {
+        FT_TRY(ftk__att_simple(a, 1, stream));
+        return ftk__att_simple(a, 2, stream);
+    }
+    if (version != FTK__ATT_HOPPER) {
+        FT_TRY(ftk__att_fast_dkv(a, version == FTK__ATT_UNITS, stream));
+        return ftk__att_fast_dq(a, version == FTK__ATT_UNITS, stream);
+    }
+    if (a->D <= 64) {
+        FT_TRY((ftk__att_start_wg_dkv<64, 64>(a, stream)));
+        return ftk__att_start_wg_dq<64, 128>(a, stream);
+    }
+    FT_TRY((ftk__att_start_wg_dkv<128, 64>(a, stream)));
+    return ftk__att_start_wg_dq<128, 64>(a, stream);
 }
 
 static ft_status ftk__att_begin(ftk__att *a, const ft_op_call *call)
@@ -1069,9 +1665,7 @@ FT_API ft_status ftk_attention_forward(const ft_op_call *call)
 {
     ftk__att a;
     FT_TRY(ftk__att_begin(&a, call));
-    int version = ftk__att_version(&a);
-    if (version == 0) return ftk__att_simple(&a, 0, call->stream);
-    return ftk__att_fast_forward(&a, version == 2, call->stream);
+    return ftk__att_run_forward(&a, ftk__att_version(&a), call->stream);
 }
 
 /* A gradient of o that is absent is zero, and so is then that of qkv. */
@@ -1091,12 +1685,5 @@ FT_API ft_status ftk_attention_backward(const ft_op_call *call)
     if (!call->din[0].present) return FT_OK;
     FT_TRY(ftk__att_begin(&a, call));
     if (!call->dout[0].present) return ftk__att_backward_zero(&a, call->stream);
-    int version = ftk__att_version(&a);
-    FT_TRY(ftk__att_start_delta(&a, call->stream));
-    if (version == 0) {
-        FT_TRY(ftk__att_simple(&a, 1, call->stream));
-        return ftk__att_simple(&a, 2, call->stream);
-    }
-    FT_TRY(ftk__att_fast_dkv(&a, version == 2, call->stream));
-    return ftk__att_fast_dq(&a, version == 2, call->stream);
+    return ftk__att_run_backward(&a, ftk__att_version(&a), call->stream);
 }

@@ -192,28 +192,28 @@ static void destroy(problem *p)
     for (int i = 0; i < 6; i++) CUDA(cudaFree(all[i]->raw));
 }
 
+enum { BY_SHAPE = -1 }; /* the version that ftk_attention_* chooses */
+
 /* Forward has no workspace, and backward as much as the row asks for. */
-static int run(problem *p, int simple)
+static int run(problem *p, int version)
 {
     ft_status status;
     ftk__att a;
     p->call.backward = 0;
     p->call.workspace = NULL;
-    if (simple) {
-        status = ftk__att_begin(&a, &p->call);
-        if (status == FT_OK) status = ftk__att_simple(&a, 0, NULL);
-    } else {
+    if (version == BY_SHAPE) {
         status = ftk_attention_forward(&p->call);
+    } else {
+        status = ftk__att_begin(&a, &p->call);
+        if (status == FT_OK) status = ftk__att_run_forward(&a, version, NULL);
     }
     p->call.backward = 1;
     p->call.workspace = data(&p->workspace);
-    if (status == FT_OK && simple) {
-        status = ftk__att_begin(&a, &p->call);
-        if (status == FT_OK) status = ftk__att_start_delta(&a, NULL);
-        if (status == FT_OK) status = ftk__att_simple(&a, 1, NULL);
-        if (status == FT_OK) status = ftk__att_simple(&a, 2, NULL);
-    } else if (status == FT_OK) {
+    if (status == FT_OK && version == BY_SHAPE) {
         status = ftk_attention_backward(&p->call);
+    } else if (status == FT_OK) {
+        status = ftk__att_begin(&a, &p->call);
+        if (status == FT_OK) status = ftk__att_run_backward(&a, version, NULL);
     }
     CUDA(cudaDeviceSynchronize());
     return status == FT_OK;
@@ -283,10 +283,10 @@ static answer host(shape s, const std::vector<double> &qkv, const std::vector<do
     return r;
 }
 
-/* ||x - y|| / ||y|| over columns from..to of rows of `width`; a y that is nearly zero counts as
-   1% of numbers of size one. */
+/* ||x - y|| / ||y|| over columns from..to of rows of `width`; ||y|| counts as that of numbers of
+   size `least` where it is smaller. */
 static double distance(const std::vector<double> &x, const std::vector<double> &y, int64_t width,
-                       int64_t from, int64_t to)
+                       int64_t from, int64_t to, double least)
 {
     double off = 0, all = 0, count = 0;
     for (size_t i = 0; i < x.size(); i++) {
@@ -297,7 +297,7 @@ static double distance(const std::vector<double> &x, const std::vector<double> &
         count++;
         if (!(x[i] - x[i] == 0)) return INFINITY; /* NaN or infinite */
     }
-    if (all < 1e-4 * count) all = 1e-4 * count;
+    if (all < least * least * count) all = least * least * count;
     return count > 0 ? sqrt(off / all) : 0;
 }
 
@@ -305,12 +305,15 @@ static void compare(const char *what, shape s, const answer &x, const answer &y,
 {
     const int64_t W = (s.H + 2 * s.K) * s.D, q = s.H * s.D, k = s.K * s.D;
     const double bound = s.f32 ? 1e-5 : 1e-2;
+    /* With one key ds = p (dp - delta) is zero, with two nearly: the rounding of o is what is
+       left, and it is measured against the terms of the difference. */
+    const double least = s.T <= 2 ? 1 : 0.01;
     double off[5];
-    off[0] = distance(x.o, y.o, 1, 0, 1);
-    off[1] = distance(x.lse, y.lse, 1, 0, 1);
-    off[2] = distance(x.dqkv, y.dqkv, W, 0, q);
-    off[3] = distance(x.dqkv, y.dqkv, W, q, q + k);
-    off[4] = distance(x.dqkv, y.dqkv, W, q + k, W);
+    off[0] = distance(x.o, y.o, 1, 0, 1, 0.01);
+    off[1] = distance(x.lse, y.lse, 1, 0, 1, 0.01);
+    off[2] = distance(x.dqkv, y.dqkv, W, 0, q, least);
+    off[3] = distance(x.dqkv, y.dqkv, W, q, q + k, least);
+    off[4] = distance(x.dqkv, y.dqkv, W, q + k, W, 0.01);
     int ok = whole;
     for (int i = 0; i < 5; i++) ok = ok && off[i] < bound;
     printf("%s %s B %lld T %lld H %lld K %lld D %lld %s, gradient %s, skew %d: o %.1e lse %.1e "
@@ -323,11 +326,11 @@ static void compare(const char *what, shape s, const answer &x, const answer &y,
 }
 
 /* Twice: equal to the bit, guards whole. */
-static int run_whole(problem *p, int simple)
+static int run_whole(problem *p, int version)
 {
-    if (!run(p, simple)) return 0;
+    if (!run(p, version)) return 0;
     std::vector<char> o = raw(&p->o), lse = raw(&p->lse), dqkv = raw(&p->dqkv);
-    if (!run(p, simple)) return 0;
+    if (!run(p, version)) return 0;
     const buffer *outputs[4] = { &p->o, &p->lse, &p->dqkv, &p->workspace };
     for (int i = 0; i < 4; i++)
         if (!guards_whole(outputs[i])) return 0;
@@ -336,6 +339,7 @@ static int run_whole(problem *p, int simple)
 
 static void check(shape s, int small)
 {
+    static const char *const names[4] = { "simple  ", "elements", "mma.sync", "wgmma   " };
     const int64_t W = (s.H + 2 * s.K) * s.D;
     std::vector<double> qkv = noise(s.B * s.T * W, 7 + (uint64_t)s.D, s.f32, 1.5);
     std::vector<double> dout = noise(s.B * s.T * s.H * s.D, 11 + (uint64_t)s.T, s.f32, 1.0);
@@ -347,23 +351,28 @@ static void check(shape s, int small)
         wide.f32 = wide.grad_f32 = 1;
         wide.skew = 0;
         problem r = create(wide, qkv, dout);
-        run(&r, 1);
+        run(&r, FTK__ATT_SIMPLE);
         expected = read(&r);
         destroy(&r);
     }
     problem p = create(s, qkv, dout);
-    int whole = run_whole(&p, 0);
-    compare(s.f32 || s.D > 128 ? "simple" : "fast  ", s, read(&p), expected, whole);
-    if (small && !s.f32 && s.D <= 128) {
-        whole = run_whole(&p, 1);
-        compare("simple", s, read(&p), expected, whole);
-    }
+    ftk__att a;
+    p.call.backward = 1;
+    ftk__att_begin(&a, &p.call);
+    const int chosen = ftk__att_version(&a);
+    int whole = run_whole(&p, BY_SHAPE);
+    compare(names[chosen], s, read(&p), expected, whole);
+    for (int other = FTK__ATT_SIMPLE; other < chosen; other++)
+        if (other > FTK__ATT_SIMPLE || small) {
+            whole = run_whole(&p, other);
+            compare(names[other], s, read(&p), expected, whole);
+        }
     destroy(&p);
 }
 
 static void check_all(int only_small)
 {
-    static const int64_t sizes[] = { 64, 128, 80, 96, 8, 16, 40, 72, 100, 127, 1, 160, 256 };
+    static const int64_t sizes[] = { 64, 128, 80, 96, 8, 16, 40, 72, 100, 127, 3, 160, 256 };
     static const int64_t small[] = { 1, 2, 17, 63, 64, 65, 127, 128, 200 };
     static const int64_t heads[][3] = { { 1, 1, 1 }, { 2, 2, 1 }, { 1, 4, 4 }, { 3, 4, 1 },
                                         { 1, 7, 1 }, { 2, 8, 2 }, { 1, 8, 1 }, { 3, 2, 2 } };
@@ -388,7 +397,8 @@ static void check_all(int only_small)
     }
     static const shape large[] = { { 1, 4096, 8, 2, 128, 0, 0, 0 }, { 2, 4096, 7, 1, 64, 0, 0, 0 },
                                    { 1, 4095, 4, 4, 96, 0, 0, 0 }, { 3, 2049, 8, 8, 80, 0, 1, 0 },
-                                   { 1, 40000, 1, 1, 64, 0, 0, 0 }, { 65, 300, 8, 1, 64, 0, 0, 0 } };
+                                   { 1, 40000, 1, 1, 64, 0, 0, 0 },
+                                   { 65, 300, 8, 1, 64, 0, 0, 0 } };
     for (int i = 0; i < 6; i++) check(large[i], 0);
 }
 
@@ -398,16 +408,23 @@ typedef ft_status starter(const ftk__att *a, void *stream);
 typedef struct tiles { int D, phase; const char *name; starter *start; } tiles;
 
 #define FORWARD(D, MT, WARPS, BN, ST)                                                              \
-    { D, 0, "forward D " #D ": " #WARPS " warps x 16*" #MT " rows, " #BN " keys, stages " #ST,      \
+    { D, 0, "forward D " #D ": " #WARPS " warps x 16*" #MT " rows, " #BN " keys, stages " #ST,     \
       ftk__att_start_forward<D, MT, WARPS, BN, ST, 1> }
 #define DKV(D, MT, WARPS, BM, ST)                                                                  \
-    { D, 1, "dk, dv  D " #D ": " #WARPS " warps x 16*" #MT " keys, " #BM " rows, stages " #ST,      \
+    { D, 1, "dk, dv  D " #D ": " #WARPS " warps x 16*" #MT " keys, " #BM " rows, stages " #ST,     \
       ftk__att_start_dkv<D, MT, WARPS, BM, ST, 1> }
 #define DQ(D, MT, WARPS, BN, ST)                                                                   \
-    { D, 2, "dq      D " #D ": " #WARPS " warps x 16*" #MT " rows, " #BN " keys, stages " #ST,      \
+    { D, 2, "dq      D " #D ": " #WARPS " warps x 16*" #MT " rows, " #BN " keys, stages " #ST,     \
       ftk__att_start_dq<D, MT, WARPS, BN, ST, 1> }
 
+#define WG(D, N)                                                                                   \
+    { D, 0, "forward D " #D ": wgmma, 128 rows, " #N " keys", ftk__att_start_wg_forward<D, N> },   \
+    { D, 1, "dk, dv  D " #D ": wgmma, 128 keys, " #N " rows", ftk__att_start_wg_dkv<D, N> },       \
+    { D, 2, "dq      D " #D ": wgmma, 128 rows, " #N " keys", ftk__att_start_wg_dq<D, N> }
+
 static const tiles choices[] = {
+    { 128, 0, "forward D 128: wgmma, 128 rows, 128 keys", ftk__att_start_wg_forward<128, 128> },
+    WG(128, 64), WG(64, 64), WG(64, 128),
 #ifndef FT_ATTENTION_DEFAULT_TILES
     FORWARD(128, 2, 4, 64, 1), FORWARD(128, 2, 4, 64, 2), FORWARD(128, 2, 4, 32, 2),
     FORWARD(128, 1, 8, 64, 2), FORWARD(128, 1, 4, 64, 1), FORWARD(128, 1, 8, 128, 1),
@@ -484,6 +501,7 @@ static void bench(shape s, int all_tiles)
 
 int main(int argc, char **argv)
 {
+    setvbuf(stdout, NULL, _IOLBF, 0); /* the last line is the one before a crash */
     if (argc > 1 && strcmp(argv[1], "--bench") == 0) {
         static const shape shapes[] = { { 4, 4096, 32, 32, 128, 0, 0, 0 },
                                         { 4, 4096, 32, 8, 64, 0, 0, 0 },
