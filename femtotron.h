@@ -736,6 +736,9 @@ FT_API void ft_flops_get(const ft_ctx *ctx, ft_flops *flops);
    FT_ERR_DATA at the next synchronisation: fault[2k] = the least of (position << 32 | value),
    fault[2k+1] = V, with k below. */
 
+FT_API size_t ftk_rows_sum_bytes(int64_t n, int64_t o);
+/* Workspace of a sum of n rows of o elements (ftk_rows_sum); in every build, for plans. */
+
 enum { FTK_FAULT_EMBEDDING = 0, FTK_FAULT_CE, FTK_FAULT_TP_EMBEDDING, FTK_FAULT_TP_CE, FTK_FAULTS };
 
 #ifdef FT_CUDA
@@ -773,7 +776,7 @@ FT_API ft_status ftk_rows_fill(void *stream, void *y, const void *b, ft_dtype dt
 FT_API ft_status ftk_rows_sum(void *stream, void *to, ft_dtype to_dtype, const void *dy,
                               ft_dtype dtype, int64_t n, int64_t o, int accumulate,
                               void *workspace);
-/* to[o] = or += the sum of the rows of dy[n,o], in fp32, rounded once; ft__rows_sum_bytes of
+/* to[o] = or += the sum of the rows of dy[n,o], in fp32, rounded once; ftk_rows_sum_bytes of
    workspace. */
 
 typedef struct ftk_ce_state { /* device memory; what the kernels of one pass share */
@@ -3532,10 +3535,11 @@ static void ft__linear_cost(const ft_op_call *call, double *flops, double *bytes
 /* On FT_GPU a product may use this much, whatever its shape: cuBLASLt's advice for Hopper. */
 #define FT__GPU_GEMM_BYTES ((size_t)32 << 20)
 
-/* Workspace of ftk_rows_sum: partial sums of up to 128 groups of rows. */
-static size_t ft__rows_sum_bytes(int64_t n, int64_t o)
+/* And C in fp32, where cuBLASLt will not round it: bf16 from fp32 factors. */
+static size_t ft__gpu_gemm_bytes(int64_t m, int64_t n, ft_dtype ta, ft_dtype tc)
 {
-    return (size_t)ft__min(n, 128) * (size_t)o * sizeof(float);
+    int wide = ta == FT_F32 && tc == FT_BF16;
+    return FT__GPU_GEMM_BYTES + (wide ? (size_t)(m * n) * sizeof(float) : 0);
 }
 
 static void ft__linear_scratch(ft_op_call *call)
@@ -3545,7 +3549,11 @@ static void ft__linear_scratch(ft_op_call *call)
     size_t *most = &call->workspace_bytes;
     if (call->device == FT_GPU) {
         *most = FT__GPU_GEMM_BYTES;
-        if (call->backward && call->din[2].present) ft__max_bytes(most, ft__rows_sum_bytes(n, o));
+        if (call->backward && call->din[0].present)
+            ft__max_bytes(most, ft__gpu_gemm_bytes(n, i, dy->dtype, call->din[0].dtype));
+        if (call->backward && call->din[1].present)
+            ft__max_bytes(most, ft__gpu_gemm_bytes(o, i, dy->dtype, call->din[1].dtype));
+        if (call->backward && call->din[2].present) ft__max_bytes(most, ftk_rows_sum_bytes(n, o));
         return;
     }
     if (!call->backward)
@@ -3658,7 +3666,8 @@ static void ft__matmul_scratch(ft_op_call *call)
 {
     ft__mat A = ft__mat_of(&call->in[0], call->attr.i[0] != 0);
     if (call->device == FT_GPU) {
-        call->workspace_bytes = FT__GPU_GEMM_BYTES;
+        call->workspace_bytes = ft__gpu_gemm_bytes(A.rows, ft__view_cols(&call->out[0]),
+                                                   call->in[0].dtype, call->out[0].dtype);
         return;
     }
     call->workspace_bytes = ft__gemm_workspace_bytes(A.rows, ft__view_cols(&call->out[0]), A.cols,
@@ -3798,18 +3807,25 @@ static ft__ce_parts ft__ce_layout(const ft_op_call *call)
 }
 
 /* The same on FT_GPU: what the kernels share, a loss for each token, fp32 dw, the GEMMs. */
-typedef struct ft__ce_gpu_parts { size_t state, losses, dw; } ft__ce_gpu_parts;
+typedef struct ft__ce_gpu_parts { size_t state, losses, dw, gemm; } ft__ce_gpu_parts;
 
 static ft__ce_gpu_parts ft__ce_gpu_layout(const ft_op_call *call)
 {
     ft__ce_gpu_parts part;
     int64_t rows = ft__view_rows(&call->in[0]);
-    const ft_view *dw = &call->din[1];
+    const ft_view *dx = &call->din[0], *dw = &call->din[1];
     part.state = FT_ALIGN_BYTES;
     part.losses = ft_accounted_bytes((size_t)rows * sizeof(float));
     part.dw = 0;
     if (call->backward && dw->present && dw->dtype == FT_BF16 && ft__ce_chunk(call) < rows)
         part.dw = ft_accounted_bytes((size_t)ft__view_elems(dw) * sizeof(float));
+    part.gemm = FT__GPU_GEMM_BYTES;
+    if (call->backward && dw->present && !part.dw)
+        ft__max_bytes(&part.gemm, ft__gpu_gemm_bytes(dw->shape[0], dw->shape[1],
+                                                     call->in[0].dtype, dw->dtype));
+    if (call->backward && dx->present)
+        ft__max_bytes(&part.gemm, ft__gpu_gemm_bytes(ft__ce_chunk(call), ft__view_cols(dx),
+                                                     call->in[0].dtype, dx->dtype));
     return part;
 }
 
@@ -3819,7 +3835,7 @@ static void ft__ce_scratch(ft_op_call *call)
     call->scratch_bytes = (size_t)(ft__ce_chunk(call) * w->shape[0]) * ft_dtype_bytes(x->dtype);
     if (call->device == FT_GPU) {
         ft__ce_gpu_parts gpu = ft__ce_gpu_layout(call);
-        call->workspace_bytes = gpu.state + gpu.losses + gpu.dw + FT__GPU_GEMM_BYTES;
+        call->workspace_bytes = gpu.state + gpu.losses + gpu.dw + gpu.gemm;
         return;
     }
     ft__ce_parts part = ft__ce_layout(call);
@@ -4083,8 +4099,7 @@ static size_t ft__bytes_of(const ft_view *v)
 /* ---- workspace of the device kernels ----
 
    They take the number of their parts from the workspace that they are given, so these formulas are
-   the only ones, but for the sum of rows, which ftk_rows_sum_bytes repeats. Shapes alone decide:
-   never the chip. */
+   the only ones. Shapes alone decide: never the chip. */
 
 enum { FT__GPU_NORM_PARTS = 528, FT__GPU_SUM_PARTS = 1056 };
 
@@ -4096,7 +4111,7 @@ static size_t ft__gpu_norm_bytes(int64_t rows, int64_t C, int64_t sets)
 }
 
 /* The sum of n rows of o elements: parts of at least 64 rows, enough to fill a chip. */
-static size_t ft__gpu_rows_bytes(int64_t n, int64_t o)
+size_t ftk_rows_sum_bytes(int64_t n, int64_t o)
 {
     int64_t width = o % 8 ? 32 : 256, parts = FT__GPU_SUM_PARTS / ((o + width - 1) / width);
     parts = ft__min(ft__min(parts, 256), (n + 63) / 64);
@@ -5358,7 +5373,7 @@ static void ft__binary_scratch(ft_op_call *call)
 {
     int64_t o = ft__view_elems(&call->in[1]), n = ft__view_elems(&call->in[0]) / o;
     if (call->device == FT_GPU && call->backward && call->din[1].present)
-        call->workspace_bytes = ft__gpu_rows_bytes(n, o);
+        call->workspace_bytes = ftk_rows_sum_bytes(n, o);
 }
 
 static ft_status ft__add_backward(const ft_op_call *call)
@@ -8518,7 +8533,26 @@ static ft_status ft__gpu_plan_get(const ft_op_call *call, const ft__gpu_key *key
     return FT_OK;
 }
 
-/* C[m,n] = or += A[m,k] B[k,n], with the strides of ft__gemm. workspace: FT__GPU_GEMM_BYTES. */
+/* to (dense) = or += from, elementwise: the kernels of copy and accumulate do it. */
+static ft_status ft__gpu_give(const ft_op_call *call, void *to, ft_dtype to_dtype, void *from,
+                              int64_t n, int accumulate)
+{
+    ft_op_call give = *call;
+    ft_view *v = &give.in[0];
+    memset(v, 0, sizeof *v);
+    v->present = 1;
+    v->ndim = 1;
+    v->shape[0] = n;
+    v->dtype = FT_F32;
+    v->data = from;
+    give.in[1] = *v;
+    give.in[1].dtype = to_dtype;
+    give.in[1].data = to;
+    give.out[0] = give.in[1];
+    return accumulate ? ftk_accumulate_forward(&give) : ftk_copy_forward(&give);
+}
+
+/* C[m,n] = or += A[m,k] B[k,n], with the strides of ft__gemm; ft__gpu_gemm_bytes of workspace. */
 static ft_status ft__gpu_gemm(const ft_op_call *call, int64_t m, int64_t n, int64_t k,
                               const void *a, ft_dtype ta, int64_t a_rs, int64_t a_cs,
                               const void *b, ft_dtype tb, int64_t b_rs, int64_t b_cs, void *c,
@@ -8527,10 +8561,16 @@ static ft_status ft__gpu_gemm(const ft_op_call *call, int64_t m, int64_t n, int6
     float one = 1, beta = accumulate ? 1.0f : 0.0f;
     ft__gpu_plan *p = NULL;
     ft__gpu_key key;
-    if (ta != tb || (ta == FT_F32 && tc != FT_F32))
-        return ft_error(FT_ERR_UNSUPPORTED, "%s: a product %s x %s -> %s: on FT_GPU both factors "
-                        "have one dtype, and fp32 ones an fp32 result; convert with ft_copy",
-                        call->op->name, ft_dtype_name(ta), ft_dtype_name(tb), ft_dtype_name(tc));
+    if (ta != tb)
+        return ft_error(FT_ERR_UNSUPPORTED, "%s: a product %s x %s: on FT_GPU both factors have one "
+                        "dtype; convert one with ft_copy", call->op->name, ft_dtype_name(ta),
+                        ft_dtype_name(tb));
+    if (ta == FT_F32 && tc == FT_BF16) {
+        void *wide = (char *)workspace + FT__GPU_GEMM_BYTES;
+        FT_TRY(ft__gpu_gemm(call, m, n, k, a, ta, a_rs, a_cs, b, tb, b_rs, b_cs, wide, FT_F32, n, 0,
+                            workspace));
+        return ft__gpu_give(call, c, tc, wide, m * n, accumulate);
+    }
     memset(&key, 0, sizeof key);
     key.m = m;
     key.n = n;
@@ -8631,17 +8671,6 @@ static ft_status ft__gpu_ce_chunk(const ft_op_call *call, const ft__gpu_ce *ce, 
     return FT_OK;
 }
 
-/* dw (bf16) = or += its fp32 sum: the kernels of copy and accumulate do it. */
-static ft_status ft__gpu_ce_dw(const ft_op_call *call, const ft__gpu_ce *ce)
-{
-    ft_op_call give = *call;
-    give.in[0] = call->in[1];
-    give.in[0].dtype = FT_F32;
-    give.in[0].data = ce->dw;
-    give.in[1] = give.out[0] = call->din[1];
-    return call->accumulate[1] ? ftk_accumulate_forward(&give) : ftk_copy_forward(&give);
-}
-
 static ft_status ft__gpu_ce_run(const ft_op_call *call)
 {
     const ft_view *x = &call->in[0], *labels = &call->in[2], *scale = &call->in[3];
@@ -8660,7 +8689,9 @@ static ft_status ft__gpu_ce_run(const ft_op_call *call)
                         dloss->present ? (const float *)dloss->data : NULL, call->fault));
     for (int64_t first = 0; first < n; first += chunk)
         FT_TRY(ft__gpu_ce_chunk(call, &ce, first, ft__min(chunk, n - first), grads));
-    if (ce.dw) FT_TRY(ft__gpu_ce_dw(call, &ce));
+    if (ce.dw)
+        FT_TRY(ft__gpu_give(call, call->din[1].data, call->din[1].dtype, ce.dw,
+                            ft__view_elems(&call->din[1]), call->accumulate[1]));
     if (call->backward && !call->deferred) return FT_OK;
     return ftk_ce_end(call->stream, ce.losses, n, ce.state, (float *)call->out[0].data);
 }

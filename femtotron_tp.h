@@ -626,15 +626,10 @@ static ft_status ft__tp_bias_grad_forward(const ft_op_call *call)
     return FT_OK;
 }
 
-/* The device adds in parts of at least 64 rows, as femtotron.h's ft__gpu_rows_bytes says. */
 static void ft__tp_bias_grad_scratch(ft_op_call *call)
 {
     int64_t n = ft__tp_rows(&call->in[0]), O = ft__tp_cols(&call->in[0]);
-    int64_t width = O % 8 ? 32 : 256, parts = 1056 / ((O + width - 1) / width);
-    if (parts > 256) parts = 256;
-    if (parts > (n + 63) / 64) parts = (n + 63) / 64;
-    if (call->device == FT_GPU && parts > 1)
-        call->workspace_bytes = (size_t)(parts * O) * sizeof(float);
+    if (call->device == FT_GPU) call->workspace_bytes = ftk_rows_sum_bytes(n, O);
 }
 
 static const ft_op ft__tp_op_bias_grad =
