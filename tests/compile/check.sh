@@ -8,6 +8,8 @@
 #   - FT_CBLAS, FT_CJSON, FT_XXHASH on and off; FT_API=static
 #   - the implementation exports ft_* and ftk_* and nothing else
 #   - the trainer and the user's program in C11 and in C++17, the other examples in C11
+#   - with the CUDA Toolkit: the implementation with FT_CUDA by every compiler, the device kernels for
+#     Ampere, Hopper and as PTX, and the trainer linked with them
 #   - no tabs, no blanks at the end of a line
 #
 # All with warnings as errors. Run from the root of the repository; it writes to build/compile.
@@ -268,6 +270,41 @@ for example in examples/*.c; do
     done
 done
 
+# --------------------------------------------------------------------------------------------- GPU
+
+# Nothing here runs on a GPU: it compiles and links. CUDA's own headers are not pedantic.
+gpu_implementation() {
+    printf '#define FEMTOTRON_IMPLEMENTATION\n' >"$out/gpu.c"
+    include_lines $headers >>"$out/gpu.c"
+    echo "$trailer" >>"$out/gpu.c"
+    case $1 in
+    nvcc-cu) compile nvcc-cu "$out/gpu.c" "$out/gpu.o" -DFT_CUDA ;;
+    nvcc-c) $nvcc -DFT_CUDA -I. -Xcompiler -Wall,-Wextra,-Werror -c -x c "$out/gpu.c" -o "$out/gpu.o" ;;
+    *++) $1 -std=c++17 -Wall -Wextra -Wshadow -Werror -DFT_CUDA -I. -isystem "$cuda" -c -x c++ \
+            "$out/gpu.c" -o "$out/gpu.o" ;;
+    *) $1 -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wvla -Werror -DFT_CUDA -I. -isystem "$cuda" \
+            -c "$out/gpu.c" -o "$out/gpu.o" ;;
+    esac
+}
+gpu_kernels() {
+    $nvcc -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I. \
+        -gencode "arch=compute_$1,code=$2" -c femtotron_kernels.cu -o "$out/kernels_$2.o"
+}
+gpu_linked() {
+    $nvcc -DFT_CUDA -I. examples/train_llama.c "$out/kernels_$1.o" -o "$out/train_llama_cuda" \
+        -lcublasLt && "$out/train_llama_cuda" --help
+}
+if [ -n "$nvcc" ]; then
+    cuda=$(dirname "$(dirname "$(command -v $nvcc)")")/include
+    for compiler in $all_compilers; do
+        check "FT_CUDA, $compiler" gpu_implementation $compiler
+    done
+    for target in "80 sm_80" "90a sm_90a" "90 compute_90"; do
+        check "femtotron_kernels.cu for ${target#* }" gpu_kernels $target
+    done
+    check "the trainer with FT_CUDA" gpu_linked sm_90a
+fi
+
 # ------------------------------------------------------------------------------------------ layout
 
 # What a machine can see of style: no tabs, no blanks at the end of a line.
@@ -276,7 +313,7 @@ layout() {
         index($0, tab) || / $/ { print FILENAME ":" FNR ": " $0; bad = 1 }
         END { exit bad }' "$1"
 }
-for file in $headers examples/*.c tests/*.c tests/*/*.c; do
+for file in $headers *.cu examples/*.c tests/*.c tests/*/*.c tests/*/*.cu; do
     [ -f "$file" ] && check "layout of $file" layout "$file"
 done
 
