@@ -456,11 +456,11 @@ typedef struct ft_op_call {
     int deferred;          /* backward of an FT_OP_DEFERRED op whose forward has not run */
     ft_view in[FT_OP_MAX_IN], out[FT_OP_MAX_OUT];
     ft_view dout[FT_OP_MAX_OUT];  /* backward: gradients of the outputs; absent means zero */
-    ft_view din[FT_OP_MAX_IN];    /* backward: gradients wanted; absent ones are not to be computed */
+    ft_view din[FT_OP_MAX_IN];    /* backward: gradients wanted; absent ones are not computed */
     int accumulate[FT_OP_MAX_IN]; /* 1: din[i] += contribution, 0: din[i] = contribution */
     size_t scratch_bytes, workspace_bytes;
-    void *scratch, *workspace;    /* uninitialised, as many bytes as the row's `scratch` asked for */
-    ft_device device;             /* FT_CPU or FT_GPU: whose kernel this call is for, or is planned */
+    void *scratch, *workspace;    /* uninitialised; bytes as the row's `scratch` asked for */
+    ft_device device;             /* FT_CPU or FT_GPU: whose kernel this call is, or is to be */
     ft_ctx *ctx;
     void *stream;                 /* FT_GPU: the cudaStream_t to launch on */
     uint64_t *fault;              /* FT_GPU: see >>gpu */
@@ -491,7 +491,7 @@ struct ft_op {
     unsigned grads;                 /* FT_IN mask: inputs that can receive a gradient */
     unsigned accumulates;           /* FT_IN mask: inputs for which backward obeys accumulate[i];
                                        for the others the tape adds through a temporary */
-    unsigned saves[FT_OP_MAX_IN];   /* saves[i]: FT_IN | FT_OUT mask of what din[i]'s kernel reads */
+    unsigned saves[FT_OP_MAX_IN];   /* FT_IN | FT_OUT mask of what the kernel of din[i] reads */
     unsigned cheap;                 /* FT_OUT mask: outputs that SAC `selective` drops */
     unsigned replay_from;           /* FT_IN | FT_OUT mask: `replay` reads only these, and rebuilds
                                        the outputs outside the mask */
@@ -525,8 +525,9 @@ FT_API ft_status ft_op_register(ft_ctx *ctx, const ft_op *row);
    it to this context. The row must outlive the context. Registering it again is fine. */
 FT_API ft_status ft_apply(ft_ctx *ctx, const ft_op *row, ft_tensor *const *in, const ft_attr *attr,
                           ft_tensor **out);
-/* Runs an op forward and records it on the current tape, if there is one and an input requires a
-   gradient. in[n_in] (NULL for absent optional ones), out[n_out] is filled. attr may be NULL. */
+/* Runs an op forward and, while a tape records, records it there, also where no input requires a
+   gradient (its outputs then belong to the tape, and backward passes it by). in[n_in] (NULL for
+   absent optional ones), out[n_out] is filled. attr may be NULL. */
 FT_API ft_status ft_op_run(ft_stream *stream, const ft_op *row, ft_tensor *const *in,
                            ft_tensor *const *out, const ft_attr *attr);
 /* Runs an op's forward kernel into tensors that exist, on any stream, unrecorded. Optimizers and
@@ -706,7 +707,10 @@ typedef struct ft_flops {
 } ft_flops;
 
 FT_API void ft_flops_get(const ft_ctx *ctx, ft_flops *flops);
-/* By the ops' cost functions. A deferred forward inside backward counts as backward alone. */
+/* By the ops' cost functions. Each op counts once in `forward` and, if its backward runs a kernel,
+   twice as much in `backward`: their sum is the model's work, whatever is recomputed. A forward that
+   was deferred to backward counts in `forward` all the same. Not counted: the logits that backward
+   computes once more for a loss that was read before it. */
 
 /* ---------------------------------------------------------------------------------------- >>gpu
 
@@ -6147,8 +6151,8 @@ typedef struct ft__node {
     ft_tensor *in[FT_OP_MAX_IN], *out[FT_OP_MAX_OUT];
     uint64_t version[16 + FT_OP_MAX_OUT]; /* by bit: of inputs and outputs when recorded */
     unsigned want;                /* FT_IN mask: gradients that backward makes */
-    unsigned later;               /* FT_IN mask: those of `want` that are left for the second half */
-    unsigned saved;               /* FT_IN | FT_OUT mask: one need each, until its backward is done */
+    unsigned later;               /* FT_IN mask: those of `want` left for the second half */
+    unsigned saved;               /* FT_IN | FT_OUT mask: one need each, until backward is done */
     unsigned pinned;              /* FT_IN | FT_OUT mask: one need each, while a replay may come */
     int deferred;                 /* forward has not run yet */
     int segment;
@@ -6891,6 +6895,7 @@ static ft_status ft__backward_kernel(ft_ctx *ctx, ft__node *node, unsigned given
     double flops = 0;
     ft__cost_add(&call, &flops, NULL);
     if (!node->later || given != node->later) ctx->flops.backward += 2 * flops;
+    if (node->deferred) ctx->flops.forward += flops; /* this call is its forward too */
     ft_status status;
     if (row->backward_host) {
         ctx->composite++;

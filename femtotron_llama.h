@@ -1149,7 +1149,8 @@ FT_API ft_status ft_llama_export_grad(ft_llama *m, const ft_llama_param *p, floa
 {
     FT_TRY(ft__llama_check_param(m, "ft_llama_export_grad", p));
     FT_TRY(ft__llama_collect(m, p, ft_zero_export_grad, values));
-    if (!m->config.tie_embeddings || m->P == 1 || strcmp(p->name, m->params[0].name) != 0) return FT_OK;
+    if (!m->config.tie_embeddings || m->P == 1 || strcmp(p->name, m->params[0].name) != 0)
+        return FT_OK;
     /* A tied table on two stages: before ft_zero_step_end each has its own part of the gradient. */
     int64_t n = p->shape[0] * p->shape[1];
     float *head = (float *)ft_host_alloc(m->ctx, (size_t)n * sizeof *head);

@@ -140,7 +140,7 @@ typedef struct ft_zero_update {
     float *weight;           /* [n] fp32 (the master, where weights are bf16): to be updated */
     float *state[FT_ZERO_MAX_STATE]; /* [n] each, zero at first; those beyond n_state are NULL */
     double lr, decay;        /* decay: of these n elements, 0 where there is none */
-    int64_t step;            /* updates so far, this one included: from 1; skipped ones do not count */
+    int64_t step;            /* updates so far, this one included: from 1; skipped ones not */
     const double *hyper;     /* the optimizer's constants */
 } ft_zero_update;
 
@@ -151,11 +151,11 @@ typedef struct ft_zero_optimizer {
     ft_zero_update_fn update;
     int n_state;             /* fp32 numbers kept for each parameter, master not counted */
     double hyper[FT_ZERO_MAX_HYPER];
-    /* The same on FT_GPU, for all elements of a span at once. call: in = gradient, control (fp32 [4];
-       [1] the clip coefficient, [2] zero: leave everything as it is), updates (int32 [1], step);
-       out = weight, the states, and the fp32 master where the weight is bf16 (then it is the master
-       that is updated, and the weight its rounding); f = lr, decay; user = this struct. NULL: the
-       optimizer cannot run there. */
+    /* The same on FT_GPU, for all elements of a span at once. call: in = gradient, control (fp32
+       [4]; [1] the clip coefficient, [2] zero: leave everything as it is), updates (int32 [1],
+       step); out = weight, the states, and the fp32 master where the weight is bf16 (then it is the
+       master that is updated, and the weight its rounding); f = lr, decay; user = this struct.
+       NULL: the optimizer cannot run there. */
     ft_status (*gpu)(const ft_op_call *call);
 } ft_zero_optimizer;
 
@@ -172,22 +172,23 @@ typedef struct ft_zero_config {
     int stage;              /* 0, 1, 2 or 3 */
     ft_dtype dtype;         /* of parameters and activations: FT_F32 or FT_BF16 */
     int prefetch;           /* stage 3: units gathered ahead of the running one; default 1 */
-    ft_switch reduce_overlap; /* reduce a unit under the next one's backward; default on; costs one more
-                               unit of gradients in stages 2 and 3. Off: compute waits for each */
-    int keep_gathered;      /* stage 3: 1 keeps a unit from its first gather of a step to the step's end:
-                               one gather of P a step instead of up to 2 a micro-batch, for the
-                               memory of all gathered units (stage 2's). For pipelines with many
-                               micro-batches */
-    ft_zero_dtype accumulate_dtype; /* of gradients from the first micro-batch to the update: SAME as
-                               dtype, or F32. Set it with bf16 and many micro-batches: 2 bytes more
-                               for each gradient kept (whole in stages 0, 1; shards in 2, 3) */
-    ft_zero_dtype reduce_dtype; /* of gradients on the wire: SAME as dtype, F32 (twice the traffic of
-                               bf16; sums of many ranks lose nothing) or BF16 (half that of fp32).
-                               Stages 2, 3: also of the unit at work; copies of hybrid sharding add
-                               up in accumulate_dtype. Stages 0, 1: where the two differ a unit
-                               passes through a buffer of tag comm */
-    int shard_ranks;        /* hybrid sharding: shards over groups of so many neighbouring dp ranks (a
-                               node), replicates across groups; 0: over all of dp */
+    ft_switch reduce_overlap; /* reduce a unit under the next one's backward; default on; costs
+                               one more unit of gradients in stages 2 and 3. Off: compute waits for
+                               each */
+    int keep_gathered;      /* stage 3: 1 keeps a unit from its first gather of a step to the
+                               step's end: one gather of P a step instead of up to 2 a micro-batch,
+                               for the memory of all gathered units (stage 2's). For pipelines with
+                               many micro-batches */
+    ft_zero_dtype accumulate_dtype; /* of gradients from the first micro-batch to the update: SAME
+                               as dtype, or F32. Set it with bf16 and many micro-batches: 2 bytes
+                               more for each gradient kept (whole in stages 0, 1; shards in 2, 3) */
+    ft_zero_dtype reduce_dtype; /* of gradients on the wire: SAME as dtype, F32 (twice the traffic
+                               of bf16; sums of many ranks lose nothing) or BF16 (half that of
+                               fp32). Stages 2, 3: also of the unit at work; copies of hybrid
+                               sharding add up in accumulate_dtype. Stages 0, 1: where the two
+                               differ a unit passes through a buffer of tag comm */
+    int shard_ranks;        /* hybrid sharding: shards over groups of so many neighbouring dp ranks
+                               (a node), replicates across groups; 0: over all of dp */
     ft_zero_optimizer optimizer; /* default ft_zero_adamw(0.9, 0.95, 1e-8) */
     double weight_decay;    /* of parameters added with FT_ZERO_DECAY; 0 means none */
     double grad_clip;       /* largest global norm; 0 means no clipping */
@@ -236,8 +237,8 @@ enum { /* flags of a parameter */
     FT_ZERO_FROZEN = 2,
     FT_ZERO_REPLICATED = 4, /* the same on all tp ranks, with the same gradient: counted once in the
                                norm (a norm weight) */
-    FT_ZERO_PARTIAL = 8     /* the same on all tp ranks, each of which has a part of the gradient: summed
-                               over tp before the reduction (a norm weight under sequence
+    FT_ZERO_PARTIAL = 8     /* the same on all tp ranks, each of which has a part of the gradient:
+                               summed over tp before the reduction (a norm weight under sequence
                                parallelism) */
 };
 
@@ -355,9 +356,9 @@ FT_API ft_status ft_zero_formula_get(const ft_zero *zero, int micro_batches, int
 typedef struct ft__zero_flat {
     int64_t elems;        /* of parameters, one after another in the order they were added */
     int64_t shard;        /* ceil(elems / D), rounded up to FT__ZERO_ALIGN */
-    int64_t padded;       /* shard * D; elements from `elems` on are padding: never read for a result */
+    int64_t padded;       /* shard * D; from `elems` on it is padding: never read for a result */
     ft_tensor *full;      /* [padded] the weights; present always, or [Z3] while gathered */
-    ft_tensor *mine;      /* [shard] this rank's weights: a view of full, or [Z3] all that is kept */
+    ft_tensor *mine;      /* [shard] this rank's weights: a view of full, or [Z3] all it keeps */
     ft_tensor *grad;      /* [padded] gradients, present from the first contribution on */
     ft_tensor *grad_mine; /* [shard] reduced: a view of grad, or [Z2, Z3] a tensor of its own */
     ft_tensor *master;    /* fp32 [shard], stage 0 [padded]; only where weights are bf16 */
@@ -370,7 +371,7 @@ typedef struct ft__zero_param {
     ft_tensor *grad;      /* view of the same place in grad; NULL if frozen */
     int unit, flags;
     int64_t offset;       /* in its flat */
-    ft_tensor *early;     /* [P1] contributions of first halves whose second has not come; or NULL */
+    ft_tensor *early;     /* [P1] contributions of first halves that wait for the second; or NULL */
     int fresh;            /* no contribution to the gradient yet */
     struct ft__zero_param *next;
 } ft__zero_param;
@@ -389,7 +390,8 @@ typedef struct ft__zero_unit {
     ft_event gather_done, reduce_done;
 } ft__zero_unit;
 
-typedef struct ft__region { /* a stretch of forward under a unit, on a tape that waits for backward */
+/* A stretch of forward under a unit, on a tape that waits for backward. */
+typedef struct ft__region {
     ft_zero *zero;
     ft_tape *tape;
     int unit, keep, reads; /* reads: backward or a replay will read weights */
@@ -406,7 +408,7 @@ typedef struct ft__zero_span { /* neighbouring elements of a shard under one wei
 struct ft_zero {
     ft_ctx *ctx;
     ft_zero_config config;
-    int D, rank;                /* ranks that share one copy of the state, and which of them this is */
+    int D, rank;                /* ranks that share one copy of the state; which of them this is */
     int dp, dp_rank;            /* all data-parallel ranks; dp / D replicas of the state */
     ft_dtype accumulate_dtype, reduce_dtype; /* resolved */
     int shards_weights;         /* stage 3 and D > 1: at D = 1 a gather is an alias */
@@ -423,7 +425,7 @@ struct ft_zero {
     int n_units, cap_units;
     ft__zero_param *params, **params_end;
     ft__zero_span *spans, **spans_end;
-    ft__zero_span *norm_spans, **norm_end; /* what this rank adds to the norm; `grad` alone is set */
+    ft__zero_span *norm_spans, **norm_end; /* what this rank adds to the norm; only `grad` is set */
     int n_norm_spans;
     int committed, in_step, micro_batches;
     int first_halves;           /* [P1] regions that the first half of a split backward is in */
@@ -463,7 +465,9 @@ static float ft__zero_load(const ft_view *v, int64_t i)
                                : ((const float *)v->data)[i];
 }
 
-/* These rows write into tensors that exist, whatever their shapes: ft_op_run checks sizes. */
+/* These rows write into tensors that exist, and infer leaves their shapes as they are, so ft_op_run
+   finds nothing to compare: nobody checks these sizes, and they hold because ft_zero_commit makes
+   all of these tensors to measure. */
 static ft_status ft__zero_infer(ft_op_call *call)
 {
     (void)call;
@@ -707,9 +711,11 @@ static ft_status ft__zero_config_check(const ft_zero_config *c)
                         "the optimizer %s needs an update function and 0 to %d states, not "
                         "%d",
                         o->name ? o->name : "(no name)", FT_OP_MAX_OUT - 2, o->n_state);
-    if (o->update == ft__adamw_update && !(o->hyper[0] >= 0 && o->hyper[0] < 1 &&
-                                           o->hyper[1] >= 0 && o->hyper[1] < 1 && (float)o->hyper[2] > 0))
-        return ft_error(FT_ERR_ARG, "AdamW wants betas in [0, 1) and an eps that fp32 can hold, not %g %g %g",
+    if (o->update == ft__adamw_update &&
+        !(o->hyper[0] >= 0 && o->hyper[0] < 1 && o->hyper[1] >= 0 && o->hyper[1] < 1 &&
+          (float)o->hyper[2] > 0))
+        return ft_error(FT_ERR_ARG,
+                        "AdamW wants betas in [0, 1) and an eps that fp32 can hold, not %g %g %g",
                         o->hyper[0], o->hyper[1], o->hyper[2]);
     if (o->update == ft__sgd_update && !(o->hyper[0] >= 0 && o->hyper[0] < 1))
         return ft_error(FT_ERR_ARG, "SGD wants a momentum in [0, 1), not %g", o->hyper[0]);
@@ -916,8 +922,7 @@ static ft_dtype ft__zero_full_dtype(const ft_zero *z)
 }
 
 /* Gradients get storage when they are needed; optimizer state has it always: [Z0] of the whole
-   flat,
-   [Z1-Z3] of the shard. */
+   flat, [Z1-Z3] of the shard. */
 static ft_status ft__flat_training(ft_zero *z, ft__zero_flat *f)
 {
     ft_status status = FT_OK;
@@ -1200,7 +1205,7 @@ FT_API ft_status ft_zero_import(ft_zero *zero, ft_tensor *param, int64_t first, 
     FT_TRY(ft__zero_range(zero, param, first, n, &p));
     ft__zero_unit *u = &zero->units[p->unit];
     ft__zero_flat *f = &u->flat[p->flags & FT_ZERO_FROZEN ? 1 : 0];
-    FT_TRY(ft_stream_wait(zero->compute, u->gather_done)); /* [E2] [E5] a gather reads and writes it */
+    FT_TRY(ft_stream_wait(zero->compute, u->gather_done)); /* [E2] [E5] gathers read and write it */
     for (int64_t at = 0; at < n; at += FT__CHUNK_ELEMS) {
         int64_t piece = n - at < FT__CHUNK_ELEMS ? n - at : FT__CHUNK_ELEMS;
         ft_tensor *part;
@@ -1744,7 +1749,8 @@ static ft_status ft__step_settle(ft_zero *z)
 {
     for (int u = 0; u < z->n_units; u++) {
         if (!z->units[u].flat[0].elems) continue;
-        int left = z->shards_grads && u != z->unfreed && ft_tensor_present(z->units[u].flat[0].grad);
+        int left = z->shards_grads && u != z->unfreed &&
+                   ft_tensor_present(z->units[u].flat[0].grad);
         if (!z->units[u].reduced || left) FT_TRY(ft_zero_reduce(z, u));
         FT_TRY(ft__reduce_replicas(z, &z->units[u])); /* idle in the last micro-batch */
     }

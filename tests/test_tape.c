@@ -387,6 +387,7 @@ typedef struct entry {
     int in[3], out[2];
     unsigned want, saved, pins; /* saved and pins: FT_IN, FT_OUT bits still in force */
     int segment, deferred, done, replays, cheap_replays, forwards, backwards;
+    int late;            /* its forward ran inside its backward */
     int costs;           /* backwards that count flops: the halves of a split one count once */
     double flops;
 } entry;
@@ -593,6 +594,7 @@ static void model_gradients(model *m, entry *d, unsigned want)
     if (!want) return;
     if (d->deferred)
         for (int i = 0; i < d->row->n_out; i++) m->values[d->out[i]].computed = 1;
+    d->late = d->deferred;
     d->deferred = 0;
     if (d->row->flags & FT_OP_GRAD_SAME_01) shared = ++m->buffers;
     d->backwards += !(d->row->flags & FT_OP_GRAD_PASS);
@@ -657,7 +659,7 @@ static double model_flops(const model *m, int replay)
     double flops = 0;
     for (int n = 0; n < m->n_nodes; n++) {
         const entry *d = &m->nodes[n];
-        flops += d->flops * (replay ? d->replays + d->cheap_replays : d->forwards);
+        flops += d->flops * (replay ? d->replays + d->cheap_replays : d->forwards + d->late);
     }
     return flops;
 }
@@ -2064,7 +2066,9 @@ static ft_status deferred_case(ft_ctx *ctx, int read, int frozen, counts *c)
     ft_tensor *x, *h, *y;
     double want[N];
     float values[N];
+    ft_flops before, now;
     memset(c, 0, sizeof *c);
+    ft_flops_get(ctx, &before);
     FT_TRY(leaf_create(ctx, 0, !frozen, FT_TAG_PARAM, &x));
     FT_TRY(ft_tape_create(ctx, &tape));
     FT_TRY(ft_tape_begin(tape));
@@ -2086,6 +2090,12 @@ static ft_status deferred_case(ft_ctx *ctx, int read, int frozen, counts *c)
     FT_TRY(backward_of(ctx, tape, y));
     FT_TRY(ft_sync(ctx));
     if (on_cpu(ctx)) CHECK(c->forward[0] == read && c->backward[0] == 1);
+    /* One forward and one backward each, whichever kernel did them; SHIFT's has none to run. */
+    double both = kind_flops(SHIFT) + kind_flops(LATE);
+    ft_flops_get(ctx, &now);
+    CHECK(now.forward - before.forward == both);
+    CHECK(now.backward - before.backward == 2 * kind_flops(LATE));
+    CHECK(now.replay == before.replay);
     for (int i = 0; i < N; i++) {
         double a = (double)leaf_value(0, i) + 0.25;
         want[i] = a * a / 2;
