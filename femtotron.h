@@ -637,8 +637,9 @@ FT_API ft_status ft_backward(ft_tape *tape, ft_tensor *root, ft_tensor *droot);
    and is empty afterwards: its tensors are gone, but root, which becomes a tensor of one's own.
    FT_ERR_STATE if a saved tensor was written since it was read. */
 FT_API ft_status ft_tape_reset(ft_tape *tape);
-/* Drops what was recorded, without a backward, and without calling its marks: a forward under
-   ft_zero_enter that is dropped leaves its regions open, and the step cannot end. */
+/* Drops what was recorded, without a backward, and tells its marks so (FT_PHASE_DROPPED): a region
+   of ft_zero_enter ends, also one that is still open. After ft_backward_inputs what the first half
+   has given stays. */
 
 FT_API ft_status ft_backward_inputs(ft_tape *tape, ft_tensor *root, ft_tensor *droot);
 /* The first half of ft_backward: all gradients but those of parameters (leaves) in ops flagged
@@ -649,12 +650,16 @@ FT_API ft_status ft_backward_weights(ft_tape *tape);
 /* The second half, any time later: makes the gradients that were put off. Nothing is replayed, and
    no weight is read. The tape is empty afterwards, as after ft_backward. */
 
-typedef enum ft_phase { FT_PHASE_WHOLE = 0, FT_PHASE_INPUTS, FT_PHASE_WEIGHTS } ft_phase;
+typedef enum ft_phase {
+    FT_PHASE_WHOLE = 0, FT_PHASE_INPUTS, FT_PHASE_WEIGHTS, FT_PHASE_DROPPED
+} ft_phase;
 
 typedef ft_status (*ft_mark_fn)(ft_ctx *ctx, void *user, ft_phase phase);
 FT_API ft_status ft_tape_mark(ft_ctx *ctx, ft_mark_fn fn, void *user);
 /* Backward calls fn(ctx, user, phase) when it passes this point, coming from later ops: once, or
-   once for each half. No-op without a current tape. */
+   once for each half. Where that call, or that of the second half, has not come when the tape is
+   reset or freed, the last call is with FT_PHASE_DROPPED, later marks first. None comes when the
+   context ends. No-op without a current tape. */
 FT_API ft_tape *ft_tape_current(const ft_ctx *ctx);
 /* The tape that records, NULL if none does. */
 
@@ -892,6 +897,7 @@ static ft_status ft__rebuild(ft_tensor *t);
 static ft_status ft__readable(ft_tensor *t, const char *reader);
 static void ft__touch(ft_tensor *t);
 static void ft__settle(ft_tensor *t);
+static void ft__tape_destroy(ft_tape *tape);
 static void ft__probe_attach(ft_ctx *ctx);
 static void ft__probe_finish(ft_ctx *ctx);
 static void ft__probe_live(ft_ctx *ctx);
@@ -5912,7 +5918,7 @@ static void ft__memory_end(ft_ctx *ctx)
 {
     if (ctx->probe) ft__probe_finish(ctx);
     ctx->probe = NULL;
-    while (ctx->tapes) ft_tape_free(ctx->tapes);
+    while (ctx->tapes) ft__tape_destroy(ctx->tapes);
     /* Gradients are in the list themselves. */
     for (ft_tensor *t = ctx->tensors; t; t = t->next) t->grad = NULL;
     while (ctx->tensors) ft__tensor_destroy(ctx->tensors);
@@ -6514,10 +6520,23 @@ static void ft__tape_let_go(ft_tape *tape)
     }
 }
 
-FT_API ft_status ft_tape_reset(ft_tape *tape)
+/* Marks whose last call has not come get it, in the order of backward, up to one that fails. */
+static ft_status ft__tape_drop_marks(ft_tape *tape)
+{
+    ft_status status = FT_OK;
+    tape->in_backward = 1; /* a mark does not reset the tape */
+    for (int n = tape->n - 1; n >= 0 && status == FT_OK; n--) {
+        ft_mark_fn mark = tape->nodes[n].mark;
+        tape->nodes[n].mark = NULL;
+        if (mark) status = mark(tape->ctx, tape->nodes[n].user, FT_PHASE_DROPPED);
+    }
+    tape->in_backward = 0;
+    return status;
+}
+
+static void ft__tape_empty(ft_tape *tape)
 {
     ft_ctx *ctx = tape->ctx;
-    if (tape->in_backward) return ft_error(FT_ERR_STATE, "ft_tape_reset inside ft_backward");
     if (ctx->tape == tape) ctx->tape = NULL;
     if (tape->open) {
         ctx->segment_open = 0;
@@ -6531,20 +6550,32 @@ FT_API ft_status ft_tape_reset(ft_tape *tape)
     for (int n = 0; n < tape->n; n++) ft__node_forget(&tape->nodes[n]);
     tape->n = tape->n_segments = tape->open = 0;
     tape->root = NULL;
-    return FT_OK;
 }
 
-FT_API void ft_tape_free(ft_tape *tape)
+FT_API ft_status ft_tape_reset(ft_tape *tape)
 {
-    if (!tape) return;
-    tape->in_backward = 0;
-    (void)ft_tape_reset(tape);
+    if (tape->in_backward) return ft_error(FT_ERR_STATE, "ft_tape_reset inside ft_backward");
+    ft_status status = ft__tape_drop_marks(tape);
+    ft__tape_empty(tape);
+    return status;
+}
+
+static void ft__tape_destroy(ft_tape *tape)
+{
+    ft__tape_empty(tape);
     ft_tape **link = &tape->ctx->tapes;
     while (*link != tape) link = &(*link)->next;
     *link = tape->next;
     if (tape->nodes) FT_FREE(tape->nodes);
     if (tape->segments) FT_FREE(tape->segments);
     FT_FREE(tape);
+}
+
+FT_API void ft_tape_free(ft_tape *tape)
+{
+    if (!tape) return;
+    (void)ft__tape_drop_marks(tape);
+    ft__tape_destroy(tape);
 }
 
 FT_API ft_status ft_tape_mark(ft_ctx *ctx, ft_mark_fn fn, void *user)
@@ -6992,8 +7023,10 @@ static ft_status ft__backward_walk(ft_tape *tape, ft_phase phase)
         if (ctx->probe && node->segment != segment) ft__probe_backward(ctx, segment, node->segment);
         segment = node->segment;
         if (!node->row) {
+            ft_mark_fn mark = node->mark;
             (void)ft__where_set(ctx, "backward", "a region's end");
-            FT_TRY(node->mark(ctx, node->user, phase));
+            if (phase != FT_PHASE_INPUTS) node->mark = NULL; /* its last call */
+            FT_TRY(mark(ctx, node->user, phase));
             continue;
         }
         (void)ft__where_set(ctx, "backward", node->row->name);

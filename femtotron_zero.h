@@ -396,6 +396,8 @@ typedef struct ft__region {
     ft_tape *tape;
     int unit, keep, reads; /* reads: backward or a replay will read weights */
     int need_before;
+    int holds;             /* a gather is the region's own: while open, kept, or in backward */
+    int halved;            /* the first half of a split backward is in it */
     struct ft__region *older;
 } ft__region;
 
@@ -1635,6 +1637,7 @@ FT_API ft_status ft_zero_enter(ft_zero *zero, int unit, int flags)
         r->tape = ft_tape_current(zero->ctx);
         r->unit = unit;
         r->keep = flags & FT_ZERO_KEEP;
+        r->holds = 1;
         r->need_before = ft__unit_need(&zero->units[unit]);
         FT_TRY(ft_tape_mark(zero->ctx, ft__region_passed, r));
         zero->open_region[zero->n_open] = r;
@@ -1657,6 +1660,7 @@ FT_API ft_status ft_zero_leave(ft_zero *zero, int unit)
         zero->regions = r;
         FT_TRY(ft_tape_mark(zero->ctx, ft__region_reached, r));
         if (r->keep) return FT_OK; /* [Z3.4] the backward that follows takes it over */
+        r->holds = 0;
     }
     return ft_zero_release(zero, unit);
 }
@@ -1667,10 +1671,41 @@ static ft_status ft__region_reached(ft_ctx *ctx, void *user, ft_phase phase)
 {
     ft__region *r = (ft__region *)user;
     (void)ctx;
-    if (phase == FT_PHASE_WEIGHTS) return FT_OK;
-    if (phase == FT_PHASE_INPUTS) r->zero->first_halves++;
-    if (r->reads && !r->keep) FT_TRY(ft_zero_gather(r->zero, r->unit));
+    if (phase == FT_PHASE_WEIGHTS || phase == FT_PHASE_DROPPED) return FT_OK;
+    if (phase == FT_PHASE_INPUTS) {
+        r->zero->first_halves++;
+        r->halved = 1;
+    }
+    if (r->reads && !r->holds) {
+        FT_TRY(ft_zero_gather(r->zero, r->unit));
+        r->holds = 1;
+    }
     return ft__prefetch_backward(r->zero, r);
+}
+
+/* Takes a closed region off the list. */
+static void ft__region_unlink(ft__region *r)
+{
+    ft__region **link = &r->zero->regions;
+    while (*link && *link != r) link = &(*link)->older;
+    if (*link) *link = r->older;
+}
+
+/* The tape was emptied without this region's backward, whether it was left or is open still. */
+static ft_status ft__region_dropped(ft_ctx *ctx, ft__region *r)
+{
+    ft_zero *z = r->zero;
+    int unit = r->unit, holds = r->holds, at = 0;
+    while (at < z->n_open && z->open_region[at] != r) at++;
+    if (at < z->n_open) z->n_open--;
+    for (; at < z->n_open; at++) {
+        z->open[at] = z->open[at + 1];
+        z->open_region[at] = z->open_region[at + 1];
+    }
+    z->first_halves -= r->halved;
+    ft__region_unlink(r);
+    ft_host_free(ctx, r);
+    return holds ? ft_zero_release(z, unit) : FT_OK;
 }
 
 /* The region's last gradients are there. The unit's backward is over when no other region of it
@@ -1679,10 +1714,8 @@ static ft_status ft__region_reached(ft_ctx *ctx, void *user, ft_phase phase)
 static ft_status ft__region_over(ft_ctx *ctx, ft__region *r)
 {
     ft_zero *z = r->zero;
-    ft__region **link = &z->regions;
     int unit = r->unit, waiting = 0;
-    while (*link && *link != r) link = &(*link)->older;
-    if (*link) *link = r->older;
+    ft__region_unlink(r);
     for (ft__region *other = z->regions; other; other = other->older)
         waiting |= other->tape == r->tape && other->unit == unit;
     ft_host_free(ctx, r);
@@ -1702,11 +1735,12 @@ static ft_status ft__region_over(ft_ctx *ctx, ft__region *r)
 static ft_status ft__region_passed(ft_ctx *ctx, void *user, ft_phase phase)
 {
     ft__region *r = (ft__region *)user;
-    if (phase != FT_PHASE_WEIGHTS && (r->reads || r->keep))
-        FT_TRY(ft_zero_release(r->zero, r->unit));
+    if (phase == FT_PHASE_DROPPED) return ft__region_dropped(ctx, r);
+    if (r->holds) FT_TRY(ft_zero_release(r->zero, r->unit));
+    r->holds = 0;
     if (phase == FT_PHASE_INPUTS) {
         r->zero->first_halves--;
-        r->keep = 0; /* released: nothing is left to give back */
+        r->halved = r->keep = 0;
         return FT_OK;
     }
     return ft__region_over(ctx, r);

@@ -65,7 +65,7 @@ typedef struct outcome {
     int units[RANKS];
     size_t after_forward[RANKS];             /* most act bytes at the end of a chunk's forward */
     float *table[RANKS];                     /* embedding or head of a tied model; NULL elsewhere */
-    int64_t table_elems;
+    int64_t table_elems[RANKS];
 } outcome;
 
 typedef struct rank { /* a rank's program */
@@ -256,7 +256,7 @@ static ft_status keep_table(rank *r)
     float *values = (float *)calloc((size_t)n, sizeof *values);
     if (!values) return FT_ERR_OOM;
     r->out->table[r->me] = values;
-    r->out->table_elems = n;
+    r->out->table_elems[r->me] = n;
     return ft_zero_export(r->zero, table, 0, n, values);
 }
 
@@ -616,7 +616,7 @@ static void assert_tables_equal(const layout *l, const outcome *out)
         assert_non_null(last);
         assert_ptr_not_equal(first, last);
         assert_true(first[0] != 0);
-        if (memcmp(first, last, (size_t)out->table_elems * sizeof *first))
+        if (memcmp(first, last, (size_t)out->table_elems[r] * sizeof *first))
             fail_msg("%s: the tied copies of ranks %d and %d differ", describe(l), r, r + apart);
     }
 }

@@ -1930,20 +1930,112 @@ static ft_status forward_outside_a_step(ft_ctx *ctx, void *user)
     return ft_tape_end(b.tape);
 }
 
-/* A forward whose backward never comes, because its tape was reset, is not passed over. */
+enum { GIVE_UP_NONE = 0, GIVE_UP_WHOLE, GIVE_UP_OPEN, GIVE_UP_FREED, GIVE_UPS };
+
+/* A forward whose backward never comes: whole; or broken off inside its units; or with its tape. */
+static ft_status give_up(bench *b, int how)
+{
+    ft_tensor *loss, *y;
+    if (how == GIVE_UP_NONE) return FT_OK;
+    if (how != GIVE_UP_OPEN) {
+        FT_TRY(bench_forward(b, &loss));
+        ft_tensor_free(loss);
+        FAILS(ft_zero_step_end(b->zero, 0.1), FT_ERR_STATE); /* it might come yet */
+        if (how == GIVE_UP_WHOLE) return ft_tape_reset(b->tape);
+        ft_tape_free(b->tape);
+        return ft_tape_create(b->ctx, &b->tape);
+    }
+    FT_TRY(ft_tape_begin(b->tape));
+    FT_TRY(ft_zero_enter(b->zero, 1, FT_ZERO_KEEP));
+    FT_TRY(ft_zero_enter(b->zero, 0, 0));
+    FT_TRY(ft_linear(b->ctx, &y, b->x, b->w[0], NULL));
+    ft_tensor_free(y);
+    FT_TRY(ft_tape_reset(b->tape));
+    FAILS(ft_zero_leave(b->zero, 0), FT_ERR_STATE);
+    return FT_OK;
+}
+
+/* Two micro-batches, before and between which forwards are given up, are as two. */
+static ft_status step_with_given_up(bench *b, int how, float *weights)
+{
+    ft_tensor *loss;
+    ft_mem_stats before, after;
+    ft_mem_get(b->ctx, &before);
+    FT_TRY(ft_zero_step_begin(b->zero, 2, 5, &b->scale));
+    for (int m = 0; m < 2; m++) {
+        FT_TRY(give_up(b, how));
+        FT_TRY(bench_forward(b, &loss));
+        FT_TRY(bench_backward(b, loss));
+    }
+    FT_TRY(give_up(b, how));
+    FT_TRY(ft_zero_step_end(b->zero, 0.1));
+    FT_TRY(ft_sync(b->ctx));
+    ft_mem_get(b->ctx, &after);
+    CHECK(memcmp(before.live, after.live, sizeof after.live) == 0);
+    for (int u = 0; u < 2; u++)
+        FT_TRY(ft_zero_export(b->zero, b->w[u], 0, 25, weights + 25 * u));
+    return FT_OK;
+}
+
 static ft_status forward_given_up(ft_ctx *ctx, void *user)
+{
+    float weights[GIVE_UPS][50];
+    for (int how = 0; how < GIVE_UPS; how++) {
+        bench b;
+        FT_TRY(bench_begin(&b, ctx, (const ft_zero_config *)user));
+        FT_TRY(bench_commit(&b));
+        FT_TRY(step_with_given_up(&b, how, weights[how]));
+        CHECK(memcmp(weights[how], weights[0], sizeof weights[0]) == 0);
+    }
+    return FT_OK;
+}
+
+static ft_status no_first_half(ft_ctx *ctx, void *user, ft_phase phase)
+{
+    (void)ctx;
+    (void)user;
+    return phase == FT_PHASE_INPUTS ? ft_error(FT_ERR_STATE, "a first half is refused") : FT_OK;
+}
+
+/* A first half that fails inside unit 0, which it has gathered. */
+static ft_status half_that_fails(bench *b)
+{
+    ft_tensor *y, *z, *loss;
+    FT_TRY(ft_tape_begin(b->tape));
+    FT_TRY(ft_zero_enter(b->zero, 1, 0));
+    FT_TRY(ft_linear(b->ctx, &y, b->x, b->w[1], NULL));
+    FT_TRY(ft_zero_leave(b->zero, 1));
+    FT_TRY(ft_zero_enter(b->zero, 0, 0));
+    FT_TRY(ft_tape_mark(b->ctx, no_first_half, NULL));
+    FT_TRY(ft_linear(b->ctx, &z, y, b->w[0], NULL));
+    FT_TRY(ft_zero_leave(b->zero, 0));
+    FT_TRY(ft_mean(b->ctx, &loss, z));
+    ft_tensor_free(y);
+    ft_tensor_free(z);
+    FT_TRY(ft_tape_end(b->tape));
+    FAILS(ft_backward_inputs(b->tape, loss, NULL), FT_ERR_STATE);
+    CHECK(b->zero->first_halves == 1 && b->zero->units[0].gathered == 1);
+    ft_tensor_free(loss);
+    return ft_tape_reset(b->tape);
+}
+
+/* Given up between the halves of its backward: the step can end, and the next is as any. */
+static ft_status halves_given_up(ft_ctx *ctx, void *user)
 {
     bench b;
     ft_tensor *loss;
     FT_TRY(bench_begin(&b, ctx, (const ft_zero_config *)user));
     FT_TRY(bench_commit(&b));
-    FT_TRY(ft_zero_step_begin(b.zero, 2, 5, &b.scale));
-    FT_TRY(bench_forward(&b, &loss));
-    ft_tensor_free(loss);
-    FT_TRY(ft_tape_reset(b.tape));
-    FT_TRY(bench_forward(&b, &loss));
-    FT_TRY(bench_backward(&b, loss));
-    FAILS(ft_zero_step_end(b.zero, 0.1), FT_ERR_STATE);
+    for (int step = 0; step < 2; step++) {
+        FT_TRY(ft_zero_step_begin(b.zero, 1, 5, &b.scale));
+        FT_TRY(half_that_fails(&b));
+        FT_TRY(bench_forward(&b, &loss));
+        FT_TRY(ft_backward_inputs(b.tape, loss, NULL));
+        if (step) FT_TRY(ft_backward_weights(b.tape));
+        else FT_TRY(ft_tape_reset(b.tape));
+        CHECK(b.zero->first_halves == 0 && !b.zero->regions && !b.zero->units[0].gathered);
+        FT_TRY(ft_zero_step_end(b.zero, 0.1));
+    }
     return FT_OK;
 }
 
@@ -1969,17 +2061,18 @@ static void test_state_errors(void **state)
 {
     static const ft_rank_fn programs[] = {
         order_of_description, order_of_weights, order_of_gradients, one_backward_too_many,
-        forward_outside_a_step, forward_given_up, frozen_has_no_gradient
+        forward_outside_a_step, forward_given_up, halves_given_up, frozen_has_no_gradient
     };
+    const int n = (int)(sizeof programs / sizeof programs[0]);
     (void)state;
-    for (int i = 0; i < 7 * 4 * 3; i++) {
+    for (int i = 0; i < n * 4 * 3; i++) {
         ft_zero_config config = ft_zero_config_default();
         ft_config launch = ft_config_default();
-        config.stage = i / 7 % 4;
-        launch.world = i / 28 + 1;
+        config.stage = i / n % 4;
+        launch.world = i / n / 4 + 1;
         launch.timeout_s = 20;
-        if (ft_launch(&launch, programs[i % 7], &config) != FT_OK)
-            fail_msg("program %d, dp %d, stage %d: %s", i % 7, launch.world, config.stage,
+        if (ft_launch(&launch, programs[i % n], &config) != FT_OK)
+            fail_msg("program %d, dp %d, stage %d: %s", i % n, launch.world, config.stage,
                      ft_last_error());
     }
 }
