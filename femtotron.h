@@ -713,9 +713,9 @@ typedef struct ft_flops {
 
 FT_API void ft_flops_get(const ft_ctx *ctx, ft_flops *flops);
 /* By the ops' cost functions. Each op counts once in `forward` and, if its backward runs a kernel,
-   twice as much in `backward`: their sum is the model's work, whatever is recomputed. A forward that
-   was deferred to backward counts in `forward` all the same. Not counted: the logits that backward
-   computes once more for a loss that was read before it. */
+   twice as much in `backward`: their sum is the model's work, whatever is recomputed. A forward
+   that was deferred to backward counts in `forward` all the same. Not counted: the logits that
+   backward computes once more for a loss that was read before it. */
 
 /* ---------------------------------------------------------------------------------------- >>gpu
 

@@ -1813,6 +1813,7 @@ static ft_status order_of_description(ft_ctx *ctx, void *user)
     bench b;
     ft_tensor *p;
     ft_zero_formula formula;
+    ft_zero_use use = {1, 0, 0};
     int unit;
     FT_TRY(bench_begin(&b, ctx, (const ft_zero_config *)user));
     FAILS(ft_zero_param(b.zero, "early", 2, shape, 0, &p), FT_ERR_STATE);
@@ -1820,7 +1821,7 @@ static ft_status order_of_description(ft_ctx *ctx, void *user)
     FAILS(ft_zero_step_begin(b.zero, 1, 5, NULL), FT_ERR_STATE);
     FAILS(ft_zero_gather(b.zero, 0), FT_ERR_STATE);
     FAILS(ft_zero_enter(b.zero, 0, 0), FT_ERR_STATE);
-    FAILS(ft_zero_formula_get(b.zero, 1, 0, &formula), FT_ERR_STATE);
+    FAILS(ft_zero_formula_get(b.zero, &use, &formula), FT_ERR_STATE);
     FT_TRY(bench_commit(&b));
     FAILS(ft_zero_unit(b.zero, "late", &unit), FT_ERR_STATE);
     FAILS(ft_zero_param(b.zero, "late", 2, shape, 0, &p), FT_ERR_STATE);
@@ -2105,62 +2106,139 @@ static void test_config_errors(void **state)
 
 /* -------------------------------------------------------------------------- ranks that disagree */
 
+enum { SAME = 0,
+       /* of the whole world */
+       STAGE, DTYPE, PREFETCH, OVERLAP, CLIP, CLIP_A_BIT, DECAY, BETA, OPTIMIZER, ACCUMULATE,
+       REDUCE, KEPT, SHARDS, MESH,
+       /* of dp; SIZE to NAME also of the ranks that share a unit */
+       SIZE, SHAPE, NAME, FLAGS, UNITS, UNIT_NAME, TAPES, BREAK, SHARED, FROZEN,
+       /* of tp */
+       PARTS, DISAGREEMENTS };
+
 typedef struct disagreement {
     int which;
+    ft_axis axis; /* along which four ranks lie */
     ft_status status[4];
+    char text[4][1024];
 } disagreement;
 
-enum { SAME = 0, SIZE, SHAPE, NAME, FLAGS, UNITS, STAGE, DTYPE, PREFETCH, OVERLAP, CLIP, DECAY,
-       BETA, OPTIMIZER, ACCUMULATE, REDUCE, KEPT, DISAGREEMENTS };
+static void configure_differently(ft_zero_config *c, int which)
+{
+    if (which == STAGE) c->stage = 1;
+    if (which == DTYPE) c->dtype = FT_BF16;
+    if (which == PREFETCH) c->prefetch = 2;
+    if (which == OVERLAP) c->reduce_overlap = FT_OFF;
+    if (which == CLIP) c->grad_clip = 1;
+    if (which == CLIP_A_BIT) c->grad_clip = nextafter(0.5, 1);
+    if (which == DECAY) c->weight_decay = 0.1;
+    if (which == BETA) c->optimizer = ft_zero_adamw(0.9, 0.999, 1e-8);
+    if (which == OPTIMIZER) c->optimizer = ft_zero_sgd(0.9, 0);
+    if (which == ACCUMULATE) c->accumulate_dtype = FT_ZERO_F32;
+    if (which == REDUCE) c->reduce_dtype = FT_ZERO_BF16;
+    if (which == KEPT) c->keep_gathered = 1;
+    if (which == SHARDS) c->shard_ranks = 1;
+}
+
+/* One rank of four, or two of them, describe something else. */
+static ft_status describe_as(bench *b, const disagreement *d, int which)
+{
+    int64_t shape[2] = {6, 4};
+    ft_tensor *p;
+    ft_group *all;
+    int unit, flags = d->which == PARTS ? FT_ZERO_PARTIAL : 0;
+    if (which == SIZE) shape[0] = 7;
+    if (which == SHAPE) shape[0] = 4, shape[1] = 6;
+    FT_TRY(ft_zero_unit(b->zero, which == UNIT_NAME ? "another" : "first", &unit));
+    FT_TRY(ft_zero_param(b->zero, which == NAME ? "w3" : "w0", 2, shape,
+                         which == FLAGS ? FT_ZERO_DECAY : which == FROZEN ? FT_ZERO_FROZEN
+                         : which == PARTS ? 0 : flags, &p));
+    if (which == BREAK) FT_TRY(ft_zero_break(b->zero));
+    if (which == TAPES) FT_TRY(ft_zero_tapes(b->zero, unit, 2));
+    if (which == SHARED || d->axis == FT_AXIS_PP) {
+        int first = which == SHARED ? 2 : 0, n = which == SHARED ? 2 : 4;
+        FT_TRY(ft_group_strided(b->ctx, "copies", first, 1, n, &all));
+        FT_TRY(ft_zero_share(b->zero, unit, all));
+    }
+    if (which != UNITS) FT_TRY(ft_zero_unit(b->zero, "second", &unit));
+    FT_TRY(ft_zero_param(b->zero, "w1", 2, shape, flags, &p));
+    return ft_zero_commit(b->zero, toy_init, NULL);
+}
 
 static ft_status describe_differently(ft_ctx *ctx, void *user)
 {
     disagreement *d = (disagreement *)user;
-    int which = ft_rank(ctx) == 2 ? d->which : SAME, unit; /* one rank of four is different */
+    int r = ft_rank(ctx), odd = r == 2 || (d->which == SHARED && r == 3);
     ft_zero_config c = ft_zero_config_default();
-    int64_t shape[2] = {6, 4};
-    ft_tensor *p;
+    ft_mesh mesh;
     bench b;
+    memset(&b, 0, sizeof b);
+    b.ctx = ctx;
+    c.grad_clip = d->which == CLIP ? 0 : 0.5;
     if (d->which == ACCUMULATE) c.dtype = FT_BF16;
-    if (which == SIZE) shape[0] = 7;
-    if (which == SHAPE) shape[0] = 4, shape[1] = 6;
-    if (which == STAGE) c.stage = 1;
-    if (which == DTYPE) c.dtype = FT_BF16;
-    if (which == PREFETCH) c.prefetch = 2;
-    if (which == OVERLAP) c.reduce_overlap = FT_OFF;
-    if (which == CLIP) c.grad_clip = 1;
-    if (which == DECAY) c.weight_decay = 0.1;
-    if (which == BETA) c.optimizer = ft_zero_adamw(0.9, 0.999, 1e-8);
-    if (which == OPTIMIZER) c.optimizer = ft_zero_sgd(0.9, 0);
-    if (which == ACCUMULATE) c.accumulate_dtype = FT_ZERO_F32;
-    if (which == REDUCE) c.reduce_dtype = FT_ZERO_BF16;
-    if (which == KEPT) c.keep_gathered = 1;
-    FT_TRY(bench_begin(&b, ctx, &c));
-    FT_TRY(ft_zero_unit(b.zero, "first", &unit));
-    FT_TRY(ft_zero_param(b.zero, which == NAME ? "w3" : "w0", 2, shape,
-                         which == FLAGS ? FT_ZERO_DECAY : 0, &p));
-    if (which != UNITS) FT_TRY(ft_zero_unit(b.zero, "second", &unit));
-    FT_TRY(ft_zero_param(b.zero, "w1", 2, shape, 0, &p));
-    return d->status[ft_rank(ctx)] = ft_zero_commit(b.zero, toy_init, NULL);
+    if (odd) configure_differently(&c, d->which);
+    int axis = odd && d->which == MESH ? ((int)d->axis + 1) % (int)FT_AXIS_COUNT : (int)d->axis;
+    FT_TRY(ft_mesh_create(ctx, axis == FT_AXIS_DP ? 4 : 1, axis == FT_AXIS_TP ? 4 : 1,
+                          axis == FT_AXIS_PP ? 4 : 1, &mesh));
+    d->status[r] = ft_zero_create(ctx, &c, &mesh, &b.zero);
+    if (d->status[r] == FT_OK) d->status[r] = describe_as(&b, d, odd ? d->which : SAME);
+    if (d->status[r] != FT_OK) snprintf(d->text[r], sizeof d->text[r], "%s", ft_last_error());
+    return d->status[r];
+}
+
+/* Every rank is told who has what: words of both sides, after the ranks that have it. */
+static void check_disagreement(const disagreement *d)
+{
+    static const char *const words[DISAGREEMENTS][2] = {
+        {NULL, NULL}, {"stage 0", "stage 1"}, {"fp32", "bf16"}, {"prefetch 1", "prefetch 2"},
+        {"reduce_overlap on", "reduce_overlap off"}, {"grad_clip 0", "grad_clip 1"},
+        {"grad_clip 0.5", "grad_clip 0.5"}, {"weight_decay 0,", "weight_decay 0.1,"},
+        {"0.9, 0.95", "0.9, 0.999"}, {"adamw (2 states", "sgd (1 states"},
+        {"accumulate bf16", "accumulate fp32"}, {"reduce fp32", "reduce bf16"},
+        {"keep_gathered 0", "keep_gathered 1"}, {"4 ranks share", "1 ranks share"}, {"dp", "tp"},
+        {"of 24 elements", "of 28 elements"}, {"hash", "hash"}, {"hash", "hash"}, {"hash", "hash"},
+        {"units 2", "units 1"}, {"first", "another"}, {"1 tapes", "2 tapes"},
+        {"tapes, shared", "tapes, a break after it"}, {"by 1 ranks", "by 2 ranks"},
+        {"0 of them frozen", "24 of them frozen"}, {"2 of 48", "1 of 24"}};
+    const char *others = d->which == SHARED ? "ranks 0, 1: " : "ranks 0, 1, 3: ";
+    const char *odd = d->which == SHARED ? "ranks 2, 3: " : "rank 2: ";
+    for (int r = 0; r < 4; r++) {
+        const char *a = strstr(d->text[r], others), *b = strstr(d->text[r], odd);
+        const char *cut = a && b ? (a < b ? b : a) : NULL;
+        const char *in_a = a ? strstr(a, words[d->which][0]) : NULL;
+        const char *in_b = b ? strstr(b, words[d->which][1]) : NULL;
+        if (a && a < b && in_a && in_a > cut) in_a = NULL;
+        if (d->status[r] != FT_ERR_COMM || !in_a || !in_b)
+            fail_msg("disagreement %d along axis %d: rank %d got '%s': %s", d->which, (int)d->axis,
+                     r, ft_status_name(d->status[r]), d->text[r]);
+    }
+}
+
+static int may_differ(int which, ft_axis axis)
+{
+    if (which == SHARDS) return axis != FT_AXIS_DP; /* shard_ranks must divide dp */
+    if (which >= STAGE && which <= MESH) return 0;
+    if (which == PARTS) return axis != FT_AXIS_TP;
+    if (which >= SIZE && which <= NAME && axis == FT_AXIS_PP) return 0;
+    return axis != FT_AXIS_DP;
 }
 
 static void test_disagreement(void **state)
 {
     (void)state;
-    for (int which = SAME; which < DISAGREEMENTS; which++) {
+    for (int i = 0; i < DISAGREEMENTS * FT_AXIS_COUNT; i++) {
         disagreement d;
         ft_config launch = ft_config_default();
         memset(&d, 0, sizeof d);
-        d.which = which;
+        d.which = i % DISAGREEMENTS;
+        d.axis = (ft_axis)(i / DISAGREEMENTS);
+        if (d.which != SAME && may_differ(d.which, d.axis)) continue;
         launch.world = 4;
         launch.timeout_s = 20;
         ft_status status = ft_launch(&launch, describe_differently, &d);
-        ft_status expected = which == SAME ? FT_OK : FT_ERR_COMM;
-        for (int r = 0; r < 4; r++)
-            if (d.status[r] != expected)
-                fail_msg("disagreement %d: rank %d got '%s'", which, r,
-                         ft_status_name(d.status[r]));
-        assert_int_equal(status, expected);
+        if (status != (d.which == SAME ? FT_OK : FT_ERR_COMM))
+            fail_msg("disagreement %d along axis %d: '%s'", d.which, (int)d.axis,
+                     ft_status_name(status));
+        if (d.which != SAME) check_disagreement(&d);
     }
 }
 
