@@ -676,6 +676,83 @@ static void stages_and_micro_batches(void **state)
     }
 }
 
+/* -------------------------------------------- a segment with more tensors than subsets are tried of */
+
+enum { CHAIN = 8 };
+
+typedef struct chain { ft_sac sac[2]; ft_mem_stats mem; ft_flops flops; } chain;
+
+/* Two segments of CHAIN times x = silu(W x): 2 CHAIN tensors each. */
+static ft_status chain_rank(ft_ctx *ctx, void *user)
+{
+    chain *c = (chain *)user;
+    ft_tensor *w, *in, *x, *y, *loss;
+    ft_tape *tape;
+    FT_TRY(stack_tensor(ctx, STACK_C, STACK_C, 1, 1, &w));
+    FT_TRY(stack_tensor(ctx, STACK_N, STACK_C, 1, 2, &in));
+    FT_TRY(ft_tape_create(ctx, &tape));
+    FT_TRY(ft_tape_begin(tape));
+    FT_TRY(ft_scale(ctx, &x, in, 2));
+    for (int s = 0; s < 2; s++) {
+        FT_TRY(ft_segment_begin(ctx, "chain", c->sac[s]));
+        for (int i = 0; i < CHAIN; i++) {
+            FT_TRY(ft_linear(ctx, &y, x, w, NULL));
+            ft_tensor_free(x);
+            FT_TRY(ft_silu(ctx, &x, y));
+            ft_tensor_free(y);
+        }
+        FT_TRY(ft_segment_end(ctx, 1, &x));
+    }
+    FT_TRY(ft_mean(ctx, &loss, x));
+    ft_tensor_free(x);
+    FT_TRY(ft_tape_end(tape));
+    FT_TRY(ft_backward(tape, loss, NULL));
+    ft_tensor_free(loss);
+    ft_mem_get(ctx, &c->mem);
+    ft_flops_get(ctx, &c->flops);
+    return FT_OK;
+}
+
+static void chain_run(chain *c, ft_device device)
+{
+    ft_config config = ft_config_default();
+    config.device = device;
+    if (ft_launch(&config, chain_rank, c) != FT_OK) fail_msg("%s", ft_last_error());
+}
+
+/* No error: an answer that fits, down to what dropping all of a segment needs; and it does not claim
+   to be the best. */
+static void more_tensors_than_are_tried(void **state)
+{
+    chain c, all;
+    (void)state;
+    memset(&c, 0, sizeof c);
+    chain_run(&c, FT_META);
+    size_t most = c.mem.peak_bytes;
+    all = c;
+    all.sac[0].kind = all.sac[1].kind = FT_SAC_FULL;
+    chain_run(&all, FT_META);
+    double last = all.flops.replay + 1;
+    assert_true(all.mem.peak_bytes < most);
+    for (size_t i = 0; i <= 6; i++) {
+        ft_sac_budget b;
+        memset(&b, 0, sizeof b);
+        b.segments = 2;
+        b.budget_bytes = all.mem.peak_bytes + (most - all.mem.peak_bytes) * i / 6;
+        b.config = ft_config_default();
+        b.step = chain_rank;
+        b.user = &c;
+        b.sac = c.sac;
+        if (ft_sac_fit(&b) != FT_OK) fail_msg("budget %zu: %s", b.budget_bytes, ft_last_error());
+        chain_run(&c, FT_CPU);
+        assert_int_equal(c.mem.peak_bytes, b.peak_bytes);
+        assert_true(b.peak_bytes <= b.budget_bytes && c.flops.replay == b.recompute_flops);
+        assert_true(b.recompute_flops <= last);
+        assert_int_equal(b.optimal, i == 6);
+        last = b.recompute_flops;
+    }
+}
+
 /* ------------------------------------------------------------------------ nothing fits, or all */
 
 static void budget_that_nothing_meets(void **state)
@@ -807,6 +884,7 @@ int main(void)
         cmocka_unit_test(eight_budgets_of_two_ranks_in_stage_3),
         cmocka_unit_test(layers_that_differ),
         cmocka_unit_test(stages_and_micro_batches),
+        cmocka_unit_test(more_tensors_than_are_tried),
         cmocka_unit_test(budget_that_nothing_meets),
         cmocka_unit_test(large_budget_recomputes_nothing),
         cmocka_unit_test(fit_refusals),
