@@ -470,11 +470,11 @@ typedef struct ft_op_call {
     int deferred;          /* backward of an FT_OP_DEFERRED op whose forward has not run */
     ft_view in[FT_OP_MAX_IN], out[FT_OP_MAX_OUT];
     ft_view dout[FT_OP_MAX_OUT];  /* backward: gradients of the outputs; absent means zero */
-    ft_view din[FT_OP_MAX_IN];    /* backward: gradients wanted; absent ones are not to be computed */
+    ft_view din[FT_OP_MAX_IN];    /* backward: gradients wanted; absent ones are not computed */
     int accumulate[FT_OP_MAX_IN]; /* 1: din[i] += contribution, 0: din[i] = contribution */
     size_t scratch_bytes, workspace_bytes;
-    void *scratch, *workspace;    /* uninitialised, as many bytes as the row's `scratch` asked for */
-    ft_device device;             /* FT_CPU or FT_GPU: whose kernel this call is for, or is planned */
+    void *scratch, *workspace;    /* uninitialised; bytes as the row's `scratch` asked for */
+    ft_device device;             /* FT_CPU or FT_GPU: whose kernel this call is, or is to be */
     ft_ctx *ctx;
     void *stream;                 /* FT_GPU: the cudaStream_t to launch on */
     uint64_t *fault;              /* FT_GPU: see >>gpu */
@@ -505,7 +505,7 @@ struct ft_op {
     unsigned grads;                 /* FT_IN mask: inputs that can receive a gradient */
     unsigned accumulates;           /* FT_IN mask: inputs for which backward obeys accumulate[i];
                                        for the others the tape adds through a temporary */
-    unsigned saves[FT_OP_MAX_IN];   /* saves[i]: FT_IN | FT_OUT mask of what din[i]'s kernel reads */
+    unsigned saves[FT_OP_MAX_IN];   /* FT_IN | FT_OUT mask of what the kernel of din[i] reads */
     unsigned cheap;                 /* FT_OUT mask: outputs that SAC `selective` drops */
     unsigned replay_from;           /* FT_IN | FT_OUT mask: `replay` reads only these, and rebuilds
                                        the outputs outside the mask */
@@ -539,8 +539,9 @@ FT_API ft_status ft_op_register(ft_ctx *ctx, const ft_op *row);
    it to this context. The row must outlive the context. Registering it again is fine. */
 FT_API ft_status ft_apply(ft_ctx *ctx, const ft_op *row, ft_tensor *const *in, const ft_attr *attr,
                           ft_tensor **out);
-/* Runs an op forward and records it on the current tape, if there is one and an input requires a
-   gradient. in[n_in] (NULL for absent optional ones), out[n_out] is filled. attr may be NULL. */
+/* Runs an op forward and, while a tape records, records it there, also where no input requires a
+   gradient (its outputs then belong to the tape, and backward passes it by). in[n_in] (NULL for
+   absent optional ones), out[n_out] is filled. attr may be NULL. */
 FT_API ft_status ft_op_run(ft_stream *stream, const ft_op *row, ft_tensor *const *in,
                            ft_tensor *const *out, const ft_attr *attr);
 /* Runs an op's forward kernel into tensors that exist, on any stream, unrecorded. Optimizers and
@@ -650,8 +651,9 @@ FT_API ft_status ft_backward(ft_tape *tape, ft_tensor *root, ft_tensor *droot);
    and is empty afterwards: its tensors are gone, but root, which becomes a tensor of one's own.
    FT_ERR_STATE if a saved tensor was written since it was read. */
 FT_API ft_status ft_tape_reset(ft_tape *tape);
-/* Drops what was recorded, without a backward, and without calling its marks: a forward under
-   ft_zero_enter that is dropped leaves its regions open, and the step cannot end. */
+/* Drops what was recorded, without a backward, and tells its marks so (FT_PHASE_DROPPED): a region
+   of ft_zero_enter ends, also one that is still open. After ft_backward_inputs what the first half
+   has given stays. */
 
 FT_API ft_status ft_backward_inputs(ft_tape *tape, ft_tensor *root, ft_tensor *droot);
 /* The first half of ft_backward: all gradients but those of parameters (leaves) in ops flagged
@@ -662,12 +664,16 @@ FT_API ft_status ft_backward_weights(ft_tape *tape);
 /* The second half, any time later: makes the gradients that were put off. Nothing is replayed, and
    no weight is read. The tape is empty afterwards, as after ft_backward. */
 
-typedef enum ft_phase { FT_PHASE_WHOLE = 0, FT_PHASE_INPUTS, FT_PHASE_WEIGHTS } ft_phase;
+typedef enum ft_phase {
+    FT_PHASE_WHOLE = 0, FT_PHASE_INPUTS, FT_PHASE_WEIGHTS, FT_PHASE_DROPPED
+} ft_phase;
 
 typedef ft_status (*ft_mark_fn)(ft_ctx *ctx, void *user, ft_phase phase);
 FT_API ft_status ft_tape_mark(ft_ctx *ctx, ft_mark_fn fn, void *user);
 /* Backward calls fn(ctx, user, phase) when it passes this point, coming from later ops: once, or
-   once for each half. No-op without a current tape. */
+   once for each half. Where that call, or that of the second half, has not come when the tape is
+   reset or freed, the last call is with FT_PHASE_DROPPED, later marks first. None comes when the
+   context ends. No-op without a current tape. */
 FT_API ft_tape *ft_tape_current(const ft_ctx *ctx);
 /* The tape that records, NULL if none does. */
 
@@ -686,6 +692,7 @@ typedef enum ft_sac_kind {
 typedef struct ft_sac {
     ft_sac_kind kind;
     uint64_t mask; /* FT_SAC_MASK: at most 64 tensors a segment are droppable */
+    int segment;   /* private: ft_sac_fit's number of the segment, from 1; 0: none */
 } ft_sac;
 
 FT_API ft_status ft_segment_begin(ft_ctx *ctx, const char *name, ft_sac sac);
@@ -695,10 +702,13 @@ FT_API ft_status ft_segment_end(ft_ctx *ctx, int n, ft_tensor *const *results);
 /* Frees the handles of all tensors made in the segment but `results`, which are always kept. */
 
 /* Budget: the policy per segment that fits a number of bytes at the least recomputation.
-   `step` is the program: it is launched on meta with the policies to try, and must call
-   ft_segment_begin with sac[ordinal of the segment]. */
+   `step` is the program: it is launched on meta with the policies to try, and must give
+   ft_segment_begin the element of sac that belongs to the segment, as it is. A segment may be run by
+   some ranks only (layers of a pipeline), on any tape, for any number of micro-batches, of which
+   several may be in flight. Ranks that run the same segments (over dp and tp) make a stage; the
+   fullest rank of each must fit. */
 typedef struct ft_sac_budget {
-    int segments;           /* of one micro-batch */
+    int segments;           /* of the model: over all ranks, of one micro-batch */
     size_t budget_bytes;    /* for the fullest rank's peak_bytes */
     ft_config config;       /* device is set to FT_META */
     ft_rank_fn step;        /* one whole training step */
@@ -707,12 +717,21 @@ typedef struct ft_sac_budget {
     /* Results. */
     size_t peak_bytes;      /* planned, with the answer */
     double recompute_flops; /* a step and rank, with the answer */
+    int optimal;            /* 1: no stage has a policy that fits with less recomputation */
     int runs;               /* meta runs it took */
 } ft_sac_budget;
 
 FT_API ft_status ft_sac_fit(ft_sac_budget *budget);
-/* FT_ERR_OOM, naming the least that any policy needs, when nothing fits; the results are then those
-   of that policy. */
+/* The answer is found by measuring and verified by a run: it fits. It is also the best (optimal = 1)
+   under one assumption, which is checked by that run: a mask changes live bytes in the forward and
+   the backward of its own segment, and by what it keeps in between, and segments alike (same ops,
+   same sizes) do so alike. optimal = 0, and cheaper answers may exist, where that run was over the
+   budget, so that the search went on for less; where a segment has more than 12 tensors that are
+   worth dropping (then only subsets of the 12 that free most are tried, and all of them together);
+   or where the search was cut short: more than 8192 undominated sums of a stage's first segments, or
+   512 passes (of which several micro-batches in flight need some, one needs one).
+   FT_ERR_OOM, naming the least that any policy needs (of those tried), when nothing fits; the
+   results are then those of that policy. */
 
 typedef struct ft_flops {
     double forward, backward, replay; /* since launch; backward counted as twice the forward */
@@ -720,7 +739,10 @@ typedef struct ft_flops {
 } ft_flops;
 
 FT_API void ft_flops_get(const ft_ctx *ctx, ft_flops *flops);
-/* By the ops' cost functions. A deferred forward inside backward counts as backward alone. */
+/* By the ops' cost functions. Each op counts once in `forward` and, if its backward runs a kernel,
+   twice as much in `backward`: their sum is the model's work, whatever is recomputed. A forward
+   that was deferred to backward counts in `forward` all the same. Not counted: the logits that
+   backward computes once more for a loss that was read before it. */
 
 /* ---------------------------------------------------------------------------------------- >>gpu
 
@@ -907,13 +929,14 @@ static ft_status ft__rebuild(ft_tensor *t);
 static ft_status ft__readable(ft_tensor *t, const char *reader);
 static void ft__touch(ft_tensor *t);
 static void ft__settle(ft_tensor *t);
+static void ft__tape_destroy(ft_tape *tape);
 static void ft__probe_attach(ft_ctx *ctx);
 static void ft__probe_finish(ft_ctx *ctx);
 static void ft__probe_live(ft_ctx *ctx);
-static void ft__probe_begin(ft_ctx *ctx);
+static void ft__probe_begin(ft_ctx *ctx, const ft_tape *tape);
 static void ft__probe_end(ft_ctx *ctx, const ft_tape *tape);
-static void ft__probe_replay(ft_ctx *ctx, int segment, double flops);
-static void ft__probe_backward(ft_ctx *ctx, int from, int to);
+static void ft__probe_replay(ft_ctx *ctx, const ft_tape *tape, int segment, double flops);
+static void ft__probe_backward(ft_ctx *ctx, const ft_tape *tape, int from, int to, ft_phase phase);
 static void ft__blas_begin(void);
 
 /* What the parts above the device ask of gpu.impl. Memory is device memory, work is queued on the
@@ -6180,7 +6203,7 @@ static void ft__memory_end(ft_ctx *ctx)
 {
     if (ctx->probe) ft__probe_finish(ctx);
     ctx->probe = NULL;
-    while (ctx->tapes) ft_tape_free(ctx->tapes);
+    while (ctx->tapes) ft__tape_destroy(ctx->tapes);
     /* Gradients are in the list themselves. */
     for (ft_tensor *t = ctx->tensors; t; t = t->next) t->grad = NULL;
     while (ctx->tensors) ft__tensor_destroy(ctx->tensors);
@@ -6421,8 +6444,8 @@ typedef struct ft__node {
     ft_tensor *in[FT_OP_MAX_IN], *out[FT_OP_MAX_OUT];
     uint64_t version[16 + FT_OP_MAX_OUT]; /* by bit: of inputs and outputs when recorded */
     unsigned want;                /* FT_IN mask: gradients that backward makes */
-    unsigned later;               /* FT_IN mask: those of `want` that are left for the second half */
-    unsigned saved;               /* FT_IN | FT_OUT mask: one need each, until its backward is done */
+    unsigned later;               /* FT_IN mask: those of `want` left for the second half */
+    unsigned saved;               /* FT_IN | FT_OUT mask: one need each, until backward is done */
     unsigned pinned;              /* FT_IN | FT_OUT mask: one need each, while a replay may come */
     int deferred;                 /* forward has not run yet */
     int segment;
@@ -6430,7 +6453,12 @@ typedef struct ft__node {
     void *user;
 } ft__node;
 
-typedef struct ft__segment { const char *name; ft_sac sac; int outputs; } ft__segment;
+typedef struct ft__segment {
+    const char *name;
+    ft_sac sac;
+    int outputs;
+    int number;                   /* among all of the model's: ft_sac_fit's, or the ordinal */
+} ft__segment;
 
 struct ft_tape {
     ft_ctx *ctx;
@@ -6784,10 +6812,23 @@ static void ft__tape_let_go(ft_tape *tape)
     }
 }
 
-FT_API ft_status ft_tape_reset(ft_tape *tape)
+/* Marks whose last call has not come get it, in the order of backward, up to one that fails. */
+static ft_status ft__tape_drop_marks(ft_tape *tape)
+{
+    ft_status status = FT_OK;
+    tape->in_backward = 1; /* a mark does not reset the tape */
+    for (int n = tape->n - 1; n >= 0 && status == FT_OK; n--) {
+        ft_mark_fn mark = tape->nodes[n].mark;
+        tape->nodes[n].mark = NULL;
+        if (mark) status = mark(tape->ctx, tape->nodes[n].user, FT_PHASE_DROPPED);
+    }
+    tape->in_backward = 0;
+    return status;
+}
+
+static void ft__tape_empty(ft_tape *tape)
 {
     ft_ctx *ctx = tape->ctx;
-    if (tape->in_backward) return ft_error(FT_ERR_STATE, "ft_tape_reset inside ft_backward");
     if (ctx->tape == tape) ctx->tape = NULL;
     if (tape->open) {
         ctx->segment_open = 0;
@@ -6801,20 +6842,32 @@ FT_API ft_status ft_tape_reset(ft_tape *tape)
     for (int n = 0; n < tape->n; n++) ft__node_forget(&tape->nodes[n]);
     tape->n = tape->n_segments = tape->open = 0;
     tape->root = NULL;
-    return FT_OK;
 }
 
-FT_API void ft_tape_free(ft_tape *tape)
+FT_API ft_status ft_tape_reset(ft_tape *tape)
 {
-    if (!tape) return;
-    tape->in_backward = 0;
-    (void)ft_tape_reset(tape);
+    if (tape->in_backward) return ft_error(FT_ERR_STATE, "ft_tape_reset inside ft_backward");
+    ft_status status = ft__tape_drop_marks(tape);
+    ft__tape_empty(tape);
+    return status;
+}
+
+static void ft__tape_destroy(ft_tape *tape)
+{
+    ft__tape_empty(tape);
     ft_tape **link = &tape->ctx->tapes;
     while (*link != tape) link = &(*link)->next;
     *link = tape->next;
     if (tape->nodes) FT_FREE(tape->nodes);
     if (tape->segments) FT_FREE(tape->segments);
     FT_FREE(tape);
+}
+
+FT_API void ft_tape_free(ft_tape *tape)
+{
+    if (!tape) return;
+    (void)ft__tape_drop_marks(tape);
+    ft__tape_destroy(tape);
 }
 
 FT_API ft_status ft_tape_mark(ft_ctx *ctx, ft_mark_fn fn, void *user)
@@ -6848,8 +6901,9 @@ FT_API ft_status ft_segment_begin(ft_ctx *ctx, const char *name, ft_sac sac)
     s->name = name;
     s->sac = sac;
     s->outputs = 0;
+    s->number = sac.segment > 0 ? sac.segment - 1 : tape->n_segments - 1;
     tape->open = 1;
-    if (ctx->probe) ft__probe_begin(ctx);
+    if (ctx->probe) ft__probe_begin(ctx, tape);
     return FT_OK;
 }
 
@@ -6961,7 +7015,7 @@ static ft_status ft__replay(ft_tape *tape, ft__node *node)
     double flops = 0;
     ft__cost_add(&call, &flops, &ctx->flops.replay_bytes);
     ctx->flops.replay += flops;
-    if (ctx->probe) ft__probe_replay(ctx, node->segment, flops);
+    if (ctx->probe) ft__probe_replay(ctx, tape, node->segment, flops);
     if (row->forward_host) FT_TRY(ft__forward_host(ctx, &call, node->in, node->out));
     else FT_TRY(ft__exec(ctx, ft__compute(ctx), &call, cheap ? FT__REPLAY : FT__FORWARD));
     for (int i = 0; i < row->n_out; i++)
@@ -7165,6 +7219,7 @@ static ft_status ft__backward_kernel(ft_ctx *ctx, ft__node *node, unsigned given
     double flops = 0;
     ft__cost_add(&call, &flops, NULL);
     if (!node->later || given != node->later) ctx->flops.backward += 2 * flops;
+    if (node->deferred) ctx->flops.forward += flops; /* this call is its forward too */
     ft_status status;
     if (row->backward_host) {
         ctx->composite++;
@@ -7258,17 +7313,20 @@ static ft_status ft__backward_walk(ft_tape *tape, ft_phase phase)
         ft__node *node = &tape->nodes[n];
         ctx->where_segment = node->segment;
         ctx->where_segment_name = node->segment >= 0 ? tape->segments[node->segment].name : NULL;
-        if (ctx->probe && node->segment != segment) ft__probe_backward(ctx, segment, node->segment);
+        if (ctx->probe && node->segment != segment)
+            ft__probe_backward(ctx, tape, segment, node->segment, phase);
         segment = node->segment;
         if (!node->row) {
+            ft_mark_fn mark = node->mark;
             (void)ft__where_set(ctx, "backward", "a region's end");
-            FT_TRY(node->mark(ctx, node->user, phase));
+            if (phase != FT_PHASE_INPUTS) node->mark = NULL; /* its last call */
+            FT_TRY(mark(ctx, node->user, phase));
             continue;
         }
         (void)ft__where_set(ctx, "backward", node->row->name);
         FT_TRY(ft__backward_visit(ctx, node, phase));
     }
-    if (ctx->probe) ft__probe_backward(ctx, segment, -1);
+    if (ctx->probe && segment >= 0) ft__probe_backward(ctx, tape, segment, -1, phase);
     return FT_OK;
 }
 
@@ -7355,26 +7413,53 @@ FT_API ft_status ft_backward_weights(ft_tape *tape)
 
    ft_sac_fit contains no memory formula. It measures: meta runs of the caller's own step, with
    trial masks, tell for every segment what a mask keeps, replays, and needs for a moment. The
-   measurements make a small exact optimisation (one dynamic program over the segments), whose
-   answer is run once more; if that run is over the budget after all, the target shrinks by the
-   excess. */
+   measurements make a small exact optimisation, whose answer is run once more; if that run is over
+   the budget after all, the target shrinks by the excess.
+
+   [B1] A rank's step is a row of moments: a stretch in the forward of a segment, in its backward,
+        or outside. At a moment n[s] micro-batches have left the forward of segment s and not yet its
+        backward. A mask that saves v[s] bytes of what s keeps takes the sum of n[s] v[s] off the
+        live bytes of the run without recomputation; inside of s, forward and backward of s itself
+        need what was measured on top of their start.
+   [B2] Segments that lie on a tape one after another are a chunk. Of a chunk j micro-batches are
+        whole, and at most one more has its first p segments: n[s] = j + (s < p). So a moment's
+        bytes are a constant, less the sum over chunks of j times all that the chunk saves, less
+        what its first p segments save.
+   [B3] Given all that each chunk saves, its segments one after another make a dynamic program over
+        (saved so far, flops): of two ways that save alike only the cheaper stays.
+   [B4] What each chunk saves is guessed between bounds. With the upper bound in all moments the
+        program's answer is no dearer than any between the bounds, with the lower one it fits in any
+        case. If the former does not fit, the bounds are halved. With one micro-batch at a time all
+        j are 0, and the first answer is the best. */
 
 typedef struct ft__probe ft__probe;
 typedef struct ft__probe_rank ft__probe_rank;
 
 typedef struct ft__probe_segment {
+    int used;                     /* this rank runs it */
+    int chunk, order;             /* the first segment of its tape, its place on it */
     int outputs;                  /* droppable tensors: bits of a mask */
+    int forwards, backwards;      /* so far */
+    int alive;                    /* n[s] */
     uint64_t shape_hash;          /* segments with equal hashes are alike */
-    size_t kept_bytes;            /* of tensors made in it, at its end and at the end of forward */
+    size_t kept_bytes;            /* of tensors made in it, at its end */
     double replay_flops;
-    size_t forward_start, forward_peak, backward_start, backward_peak; /* live bytes of the rank */
 } ft__probe_segment;
+
+typedef struct ft__moment { /* [B1] */
+    int segment, backward;        /* segment -1: outside */
+    int occurrence;               /* how many forwards (backwards) of the segment came before */
+    size_t start, peak;           /* live bytes of the rank */
+} ft__moment;
 
 struct ft__probe_rank {
     int n;
     ft__probe_segment *segment;   /* [n] */
-    size_t *outside;              /* [n + 1]: the peak outside segments while q of them are kept */
-    int kept;                     /* q */
+    int record;                   /* 1: moments, 2: with n[s] */
+    ft__moment *moment;
+    int *alive;                   /* [moments, n] */
+    int n_moments, cap_moments, cap_alive;
+    ft_status status;
     size_t peak_bytes;
     double replay_flops;
 };
@@ -7389,24 +7474,54 @@ static void ft__probe_finish(ft_ctx *ctx)
     ctx->probe->replay_flops = ctx->flops.replay;
 }
 
+/* Another moment begins. */
+static void ft__probe_move(ft_ctx *ctx, int segment, int backward, int occurrence)
+{
+    ft__probe_rank *p = ctx->probe;
+    if (!p->record || p->status != FT_OK) return;
+    p->status = ft__grow((void **)&p->moment, &p->cap_moments, p->n_moments, sizeof *p->moment);
+    if (p->status == FT_OK && p->record > 1)
+        p->status = ft__grow((void **)&p->alive, &p->cap_alive, p->n_moments,
+                             (size_t)p->n * sizeof *p->alive);
+    if (p->status != FT_OK) return;
+    if (p->record > 1)
+        for (int s = 0; s < p->n; s++)
+            p->alive[(size_t)p->n_moments * (size_t)p->n + (size_t)s] = p->segment[s].alive;
+    ft__moment *m = &p->moment[p->n_moments++];
+    m->segment = segment;
+    m->backward = backward;
+    m->occurrence = occurrence;
+    m->start = m->peak = ctx->memory->stats.live_bytes;
+}
+
 static void ft__probe_live(ft_ctx *ctx)
 {
     ft__probe_rank *p = ctx->probe;
-    size_t live = ctx->memory->stats.live_bytes, *slot;
-    int s = ctx->where_segment;
-    if (s < 0 || s >= p->n) slot = &p->outside[p->kept];
-    else if (ctx->tape) slot = &p->segment[s].forward_peak;
-    else slot = &p->segment[s].backward_peak;
-    if (live > *slot) *slot = live;
+    size_t live = ctx->memory->stats.live_bytes;
+    if (!p->n_moments) ft__probe_move(ctx, -1, 0, 0);
+    if (p->n_moments && live > p->moment[p->n_moments - 1].peak)
+        p->moment[p->n_moments - 1].peak = live;
 }
 
-static void ft__probe_begin(ft_ctx *ctx)
+/* Which of the budget's segments a tape's is; NULL: none. */
+static ft__probe_segment *ft__probe_find(ft_ctx *ctx, const ft_tape *tape, int segment, int *number)
 {
-    int s = ctx->where_segment;
-    if (s >= ctx->probe->n) return;
-    if (ctx->memory->stats.live_bytes > ctx->probe->segment[s].forward_start)
-        ctx->probe->segment[s].forward_start = ctx->memory->stats.live_bytes;
-    ft__probe_live(ctx);
+    *number = segment < 0 ? -1 : tape->segments[segment].number;
+    if (*number >= ctx->probe->n) *number = -1;
+    return *number < 0 ? NULL : &ctx->probe->segment[*number];
+}
+
+static void ft__probe_begin(ft_ctx *ctx, const ft_tape *tape)
+{
+    int number;
+    ft__probe_segment *s = ft__probe_find(ctx, tape, tape->n_segments - 1, &number);
+    if (!s) return;
+    if (!s->used) {
+        s->used = 1;
+        s->chunk = tape->segments[0].number;
+        s->order = tape->n_segments - 1;
+    }
+    ft__probe_move(ctx, number, 0, s->forwards++);
 }
 
 static uint64_t ft__probe_mix(uint64_t hash, uint64_t value)
@@ -7432,14 +7547,14 @@ static uint64_t ft__probe_node(uint64_t hash, const ft__node *node)
 /* What the segment leaves behind. */
 static void ft__probe_end(ft_ctx *ctx, const ft_tape *tape)
 {
-    int s = ctx->where_segment;
-    if (s >= ctx->probe->n) return;
-    ft__probe_segment *seg = &ctx->probe->segment[s];
+    int number, last = tape->n_segments - 1;
+    ft__probe_segment *seg = ft__probe_find(ctx, tape, last, &number);
     uint64_t hash = 1469598103934665603u;
     size_t kept = 0;
+    if (!seg) return;
     for (int n = 0; n < tape->n; n++) {
         const ft__node *node = &tape->nodes[n];
-        if (!node->row || node->segment != s) continue;
+        if (!node->row || node->segment != last) continue;
         hash = ft__probe_node(hash, node);
         for (int i = 0; i < node->row->n_out; i++) {
             const ft_tensor *o = node->out[i];
@@ -7447,56 +7562,59 @@ static void ft__probe_end(ft_ctx *ctx, const ft_tape *tape)
         }
     }
     seg->shape_hash = hash;
-    seg->outputs = tape->segments[s].outputs;
+    seg->outputs = tape->segments[last].outputs;
     seg->kept_bytes = kept;
-    ctx->probe->kept = s + 1;
+    seg->alive++;
+    ft__probe_move(ctx, -1, 0, 0);
 }
 
-static void ft__probe_replay(ft_ctx *ctx, int segment, double flops)
+static void ft__probe_replay(ft_ctx *ctx, const ft_tape *tape, int segment, double flops)
 {
-    if (segment >= 0 && segment < ctx->probe->n)
-        ctx->probe->segment[segment].replay_flops += flops;
+    int number;
+    ft__probe_segment *s = ft__probe_find(ctx, tape, segment, &number);
+    if (s) s->replay_flops += flops;
 }
 
-/* Backward goes from one segment to another (-1: to what lies between). */
-static void ft__probe_backward(ft_ctx *ctx, int from, int to)
+/* Backward goes from one segment to another (-1: to what lies between). The second half of a split
+   one reads nothing that a mask decides: it lies outside. */
+static void ft__probe_backward(ft_ctx *ctx, const ft_tape *tape, int from, int to, ft_phase phase)
 {
-    ft__probe_rank *p = ctx->probe;
-    size_t live = ctx->memory->stats.live_bytes;
-    if (from >= 0 && from < p->n) p->kept = from;
-    if (to < 0 || to >= p->n) return;
-    if (live > p->segment[to].backward_start) p->segment[to].backward_start = live;
-    ft__probe_live(ctx);
+    int number;
+    if (phase == FT_PHASE_WEIGHTS) return;
+    ft__probe_segment *s = ft__probe_find(ctx, tape, from, &number);
+    if (s) s->alive--;
+    s = ft__probe_find(ctx, tape, to, &number);
+    ft__probe_move(ctx, number, 1, s ? s->backwards++ : 0);
 }
 
 static ft_status ft__probe_create(int world, int n, ft__probe *probe)
 {
     memset(probe, 0, sizeof *probe);
-    probe->world = world;
-    probe->n = n;
-    size_t per_rank = (size_t)n * sizeof(ft__probe_segment) + (size_t)(n + 1) * sizeof(size_t);
-    size_t bytes = (size_t)world * (sizeof(ft__probe_rank) + per_rank);
+    size_t bytes = (size_t)world * (sizeof(ft__probe_rank) + (size_t)n * sizeof(ft__probe_segment));
     probe->rank = (ft__probe_rank *)FT_MALLOC(bytes);
     if (!probe->rank) return ft_error(FT_ERR_OOM, "no host memory to measure %d segments", n);
+    memset(probe->rank, 0, bytes);
+    probe->world = world;
+    probe->n = n;
+    ft__probe_segment *segments = (ft__probe_segment *)(void *)(probe->rank + world);
+    for (int r = 0; r < world; r++) {
+        probe->rank[r].n = n;
+        probe->rank[r].segment = segments + (size_t)r * (size_t)n;
+    }
     return FT_OK;
 }
 
-static void ft__probe_clear(ft__probe *probe)
+static void ft__probe_free(ft__probe *probe)
 {
-    size_t per_rank = (size_t)probe->n * sizeof(ft__probe_segment) +
-                      (size_t)(probe->n + 1) * sizeof(size_t);
-    char *at = (char *)(probe->rank + probe->world);
-    memset(probe->rank, 0, (size_t)probe->world * (sizeof(ft__probe_rank) + per_rank));
-    for (int r = 0; r < probe->world; r++, at += per_rank) {
-        probe->rank[r].n = probe->n;
-        probe->rank[r].segment = (ft__probe_segment *)(void *)at;
-        probe->rank[r].outside = (size_t *)(void *)(at + (size_t)probe->n *
-                                                    sizeof(ft__probe_segment));
+    for (int r = 0; r < probe->world; r++) {
+        if (probe->rank[r].moment) FT_FREE(probe->rank[r].moment);
+        if (probe->rank[r].alive) FT_FREE(probe->rank[r].alive);
     }
+    if (probe->rank) FT_FREE(probe->rank);
 }
 
-/* One meta run with budget->sac as it stands; rank -1 runs all. */
-static ft_status ft__probe_run(ft_sac_budget *budget, ft__probe *probe, int rank)
+/* One meta run with budget->sac as it stands; rank -1 runs all, else moments are recorded. */
+static ft_status ft__probe_run(ft_sac_budget *budget, ft__probe *probe, int rank, int record)
 {
     ft_config config = budget->config;
     config.device = FT_META;
@@ -7504,88 +7622,170 @@ static ft_status ft__probe_run(ft_sac_budget *budget, ft__probe *probe, int rank
     config.memory_limit = 0;
     config.timeline = 0;
     config.probe = probe;
-    ft__probe_clear(probe);
+    for (int r = 0; r < probe->world; r++) {
+        ft__probe_rank *p = &probe->rank[r];
+        memset(p->segment, 0, (size_t)p->n * sizeof *p->segment);
+        p->n_moments = 0;
+        p->record = r == rank ? record : 0;
+        p->peak_bytes = 0;
+        p->replay_flops = 0;
+    }
     budget->runs++;
     FT_TRY(ft_launch(&config, budget->step, budget->user));
     budget->peak_bytes = 0;
     budget->recompute_flops = 0;
     for (int r = 0; r < probe->world; r++) {
         const ft__probe_rank *p = &probe->rank[r];
+        if (p->status != FT_OK) return ft_error(p->status, "no host memory for a step's moments");
         if (p->peak_bytes > budget->peak_bytes) budget->peak_bytes = p->peak_bytes;
         if (p->replay_flops > budget->recompute_flops) budget->recompute_flops = p->replay_flops;
     }
     return FT_OK;
 }
 
+/* ---- what masks do ---- */
+
+enum { FT__SAC_BITS = 12, FT__SAC_LABELS = 8192, FT__SAC_PASSES = 512 };
+#define FT__SAC_NEVER (INT64_MIN / 4) /* bytes of a moment that does not exist */
+
 typedef struct ft__choice { /* a mask, measured in one segment */
     uint64_t mask;
-    size_t kept, forward_extra, backward_extra;
+    int64_t saved;
     double flops;
 } ft__choice;
 
-#define FT__MAX_CHOICES 256
-
 typedef struct ft__class { /* segments that are alike share their choices */
     uint64_t hash;
-    int n;
-    ft__choice choice[FT__MAX_CHOICES];
+    int n, cap, cap_extra;
+    int times;                /* micro-batches */
+    ft__choice *choice;       /* [n] */
+    int64_t *extra;           /* [n, 2, times] of the peak over the start, forward and backward */
 } ft__class;
 
-static int ft__choice_worse(const ft__choice *a, const ft__choice *b)
+typedef struct ft__limit { /* a moment, as [B2] has it */
+    int segment, backward, occurrence; /* segment: of the stage's list, -1 outside */
+    int chunk, prefix;                 /* chunk -1: none has a prefix */
+    int64_t bytes;                     /* start of a segment's, peak of others, without savings */
+    int *whole;                        /* [chunks] j */
+} ft__limit;
+
+typedef struct ft__stage { /* ranks with the same segments */
+    int rank;                 /* the fullest */
+    int n, chunks;
+    int *number;              /* [n] of the budget's segments: chunk after chunk */
+    int *first;               /* [chunks + 1] in number */
+    int *class_of;            /* [n] */
+    ft__class *classes;       /* [n] */
+    int n_classes;
+    ft__limit *limits;
+    int n_limits;
+    int *wholes;              /* [n_limits, chunks]: the limits' */
+    size_t peak_bytes;        /* without recomputation */
+} ft__stage;
+
+static void *ft__sac_alloc(size_t n, size_t item)
 {
-    return b->kept <= a->kept && b->flops <= a->flops && b->forward_extra <= a->forward_extra &&
-           b->backward_extra <= a->backward_extra;
+    void *memory = FT_MALLOC((n ? n : 1) * item);
+    if (memory) memset(memory, 0, (n ? n : 1) * item);
+    else (void)ft_error(FT_ERR_OOM, "no host memory to search recomputation policies");
+    return memory;
+}
+
+static int64_t *ft__class_extra(const ft__class *c, int choice)
+{
+    return c->extra + (size_t)choice * 2 * (size_t)c->times;
+}
+
+static int ft__choice_worse(const ft__class *c, const ft__choice *a, const int64_t *extra,
+                            const ft__choice *b, const int64_t *extra_b)
+{
+    if (b->saved < a->saved || b->flops > a->flops) return 0;
+    for (int i = 0; i < 2 * c->times; i++)
+        if (extra_b[i] > extra[i]) return 0;
+    return 1;
 }
 
 /* Keeps only choices that no other one beats in every respect. */
-static void ft__class_add(ft__class *c, const ft__choice *choice)
+static ft_status ft__class_add(ft__class *c, const ft__choice *choice, const int64_t *extra)
 {
-    for (int i = 0; i < c->n; i++)
-        if (ft__choice_worse(choice, &c->choice[i])) return;
+    size_t row = 2 * (size_t)c->times * sizeof *extra;
     int n = 0;
     for (int i = 0; i < c->n; i++)
-        if (!ft__choice_worse(&c->choice[i], choice)) c->choice[n++] = c->choice[i];
-    if (n < FT__MAX_CHOICES) c->choice[n++] = *choice;
+        if (ft__choice_worse(c, choice, extra, &c->choice[i], ft__class_extra(c, i))) return FT_OK;
+    for (int i = 0; i < c->n; i++) {
+        if (ft__choice_worse(c, &c->choice[i], ft__class_extra(c, i), choice, extra)) continue;
+        if (n < i) {
+            c->choice[n] = c->choice[i];
+            memcpy(ft__class_extra(c, n), ft__class_extra(c, i), row);
+        }
+        n++;
+    }
     c->n = n;
+    FT_TRY(ft__grow((void **)&c->choice, &c->cap, n, sizeof *c->choice));
+    FT_TRY(ft__grow((void **)&c->extra, &c->cap_extra, n, row));
+    c->choice[n] = *choice;
+    memcpy(ft__class_extra(c, n), extra, row);
+    c->n = n + 1;
+    return FT_OK;
 }
 
-static ft__choice ft__choice_measured(const ft__probe_segment *s, uint64_t mask)
+/* What the run just made says of a segment under its mask. `extra` may be NULL. */
+static ft__choice ft__choice_measured(const ft__probe_rank *p, int number, uint64_t mask,
+                                      size_t kept, int times, int64_t *extra)
 {
     ft__choice c;
     c.mask = mask;
-    c.kept = s->kept_bytes;
-    c.flops = s->replay_flops;
-    c.forward_extra = s->forward_peak > s->forward_start ? s->forward_peak - s->forward_start : 0;
-    c.backward_extra = s->backward_peak > s->backward_start ? s->backward_peak - s->backward_start
-                                                            : 0;
+    c.saved = (int64_t)kept - (int64_t)p->segment[number].kept_bytes;
+    c.flops = p->segment[number].replay_flops;
+    if (extra) memset(extra, 0, 2 * (size_t)times * sizeof *extra);
+    for (int i = 0; i < p->n_moments && extra; i++) {
+        const ft__moment *m = &p->moment[i];
+        if (m->segment != number || m->occurrence >= times) continue;
+        extra[m->backward * times + m->occurrence] = (int64_t)(m->peak - m->start);
+    }
     return c;
 }
 
-/* The bits that matter: dropping that one tensor alone changes what is kept or replayed. */
-static ft_status ft__droppable(ft_sac_budget *budget, ft__probe *probe, int rank, int segment,
-                               const ft__probe_segment *reference, uint64_t *bits)
+/* The bits that matter: dropping that one tensor alone, or all but it, changes what is kept or
+   replayed. Of more than FT__SAC_BITS those that free most. *all: the mask that drops every one. */
+static ft_status ft__droppable(ft_sac_budget *budget, ft__probe *probe, int rank, int number,
+                               const ft__probe_segment *reference, uint64_t *bits, uint64_t *all)
 {
+    size_t freed[64];
+    uint64_t every = reference->outputs >= 64 ? ~(uint64_t)0 :
+                     ((uint64_t)1 << reference->outputs) - 1;
+    const ft__probe_segment *s = &probe->rank[rank].segment[number];
+    ft_sac *sac = &budget->sac[number];
+    int n = 0;
     *bits = 0;
-    for (int s = 0; s < budget->segments; s++) budget->sac[s].kind = FT_SAC_MASK;
-    uint64_t all = reference->outputs >= 64 ? ~(uint64_t)0 :
-                   ((uint64_t)1 << reference->outputs) - 1;
-    const ft__probe_segment *s = &probe->rank[rank].segment[segment];
-    budget->sac[segment].mask = all;
-    FT_TRY(ft__probe_run(budget, probe, rank));
-    ft__choice dropped = ft__choice_measured(s, all);
+    memset(freed, 0, sizeof freed);
+    sac->mask = every;
+    FT_TRY(ft__probe_run(budget, probe, rank, 0));
+    ft__probe_segment dropped = *s;
     for (int b = 0; b < reference->outputs && b < 64; b++) {
         uint64_t bit = (uint64_t)1 << b;
-        budget->sac[segment].mask = bit;
-        FT_TRY(ft__probe_run(budget, probe, rank));
-        int alone = s->kept_bytes != reference->kept_bytes ||
-                    s->replay_flops > reference->replay_flops;
-        budget->sac[segment].mask = all & ~bit; /* it may matter only where others are dropped */
-        FT_TRY(ft__probe_run(budget, probe, rank));
-        if (alone || s->kept_bytes != dropped.kept || s->replay_flops < dropped.flops ||
-            s->replay_flops > dropped.flops)
+        sac->mask = bit;
+        FT_TRY(ft__probe_run(budget, probe, rank, 0));
+        int matters = s->kept_bytes != reference->kept_bytes ||
+                      s->replay_flops > reference->replay_flops;
+        if (s->kept_bytes < reference->kept_bytes) freed[b] = reference->kept_bytes - s->kept_bytes;
+        sac->mask = every & ~bit; /* it may matter only where others are dropped */
+        FT_TRY(ft__probe_run(budget, probe, rank, 0));
+        if (matters || s->kept_bytes != dropped.kept_bytes ||
+            s->replay_flops < dropped.replay_flops || s->replay_flops > dropped.replay_flops) {
             *bits |= bit;
+            n++;
+        }
     }
-    budget->sac[segment].mask = 0;
+    sac->mask = 0;
+    *all = *bits;
+    for (; n > FT__SAC_BITS; n--) {
+        int least = -1;
+        for (int b = 0; b < 64; b++)
+            if ((*bits >> b & 1u) && (least < 0 || freed[b] < freed[least])) least = b;
+        *bits &= ~((uint64_t)1 << least);
+        budget->optimal = 0;
+    }
     return FT_OK;
 }
 
@@ -7601,248 +7801,610 @@ static uint64_t ft__subset(uint64_t bits, uint64_t k)
     return mask;
 }
 
-static int ft__bit_count(uint64_t bits)
-{
-    int n = 0;
-    for (; bits; bits &= bits - 1) n++;
-    return n;
-}
-
 /* Measures the subsets of the droppable tensors of one class: every segment of the class tries
-   another one in the same run. */
-static ft_status ft__class_measure(ft_sac_budget *budget, ft__probe *probe, int rank,
-                                   const int *class_of, int which, uint64_t bits, ft__class *c)
+   another one in the same run. The last one is `all`. */
+static ft_status ft__class_measure(ft_sac_budget *budget, ft__probe *probe, const ft__stage *st,
+                                   int which, uint64_t bits, uint64_t all, size_t kept)
 {
-    int n_bits = ft__bit_count(bits);
-    if (n_bits > 12)
-        return ft_error(FT_ERR_UNSUPPORTED,
-                        "a segment with %d tensors worth dropping: more than 12 "
-                        "are too many for a budget; make segments shorter, or choose none, "
-                        "selective or full",
-                        n_bits);
-    uint64_t total = (uint64_t)1 << n_bits;
-    for (uint64_t k = 0; k < total;) {
+    ft__class *c = &st->classes[which];
+    ft_status status = FT_OK;
+    uint64_t total = 2;
+    for (uint64_t b = bits; b; b &= b - 1) total *= 2;
+    total = total / 2 + (all != bits);
+    int64_t *extra = (int64_t *)ft__sac_alloc(2 * (size_t)c->times, sizeof *extra);
+    if (!extra) return FT_ERR_OOM;
+    for (uint64_t k = 0; k < total && status == FT_OK;) {
         uint64_t first = k;
-        for (int s = 0; s < budget->segments; s++)
-            if (class_of[s] == which) budget->sac[s].mask = ft__subset(bits, k < total ? k++ : 0);
-        FT_TRY(ft__probe_run(budget, probe, rank));
-        for (int s = 0; s < budget->segments && first < total; s++) {
-            if (class_of[s] != which) continue;
-            ft__choice choice = ft__choice_measured(&probe->rank[rank].segment[s],
-                                                    budget->sac[s].mask);
-            ft__class_add(c, &choice);
+        for (int i = 0; i < st->n; i++) {
+            if (st->class_of[i] != which) continue;
+            budget->sac[st->number[i]].mask = k >= total ? 0
+                : all != bits && k == total - 1 ? all : ft__subset(bits, k);
+            k++;
+        }
+        status = ft__probe_run(budget, probe, st->rank, 1);
+        for (int i = 0; i < st->n && first < total && status == FT_OK; i++) {
+            if (st->class_of[i] != which) continue;
+            int number = st->number[i];
+            ft__choice choice = ft__choice_measured(&probe->rank[st->rank], number,
+                                                    budget->sac[number].mask, kept, c->times,
+                                                    extra);
+            if (choice.saved >= 0) status = ft__class_add(c, &choice, extra);
             first++;
         }
     }
-    for (int s = 0; s < budget->segments; s++)
-        if (class_of[s] == which) budget->sac[s].mask = 0;
+    for (int i = 0; i < st->n; i++) budget->sac[st->number[i]].mask = 0;
+    FT_FREE(extra);
+    return status;
+}
+
+/* ---- stages ---- */
+
+/* [B2] How many micro-batches of a chunk are whole, if its first p segments have one more; counts
+   that are not of this form are taken as fewer, which is safe: less is saved then. */
+static int ft__stage_whole(const ft__stage *st, const int *alive, int chunk, int p)
+{
+    int whole = -1;
+    for (int i = st->first[chunk]; i < st->first[chunk + 1]; i++) {
+        int n = alive[st->number[i]] - (i - st->first[chunk] < p);
+        if (whole < 0 || n < whole) whole = n;
+    }
+    return whole < 0 ? 0 : whole;
+}
+
+static int ft__stage_chunk_of(const ft__stage *st, int i)
+{
+    int c = 0;
+    while (i >= st->first[c + 1]) c++;
+    return c;
+}
+
+/* The longest prefix of a chunk that has one more than the rest; all of it, where all are alike. */
+static int ft__stage_prefix(const ft__stage *st, const int *alive, int chunk)
+{
+    int first = st->first[chunk], n = st->first[chunk + 1] - first, p = 0;
+    int least = ft__stage_whole(st, alive, chunk, 0);
+    while (p < n && alive[st->number[first + p]] > least) p++;
+    return p == 0 && least > 0 ? n : p;
+}
+
+static ft_status ft__stage_limits(ft__stage *st, const ft__probe_rank *p)
+{
+    size_t n = (size_t)p->n_moments, chunks = (size_t)st->chunks;
+    st->limits = (ft__limit *)ft__sac_alloc(n, sizeof *st->limits);
+    st->wholes = (int *)ft__sac_alloc(n * chunks, sizeof *st->wholes);
+    if (!st->limits || !st->wholes) return FT_ERR_OOM;
+    st->n_limits = p->n_moments;
+    for (int k = 0; k < p->n_moments; k++) {
+        const ft__moment *m = &p->moment[k];
+        const int *alive = p->alive + (size_t)k * (size_t)p->n;
+        ft__limit *l = &st->limits[k];
+        l->segment = l->chunk = -1;
+        l->backward = m->backward;
+        l->occurrence = m->occurrence;
+        l->whole = st->wholes + (size_t)k * chunks;
+        for (int i = 0; i < st->n && m->segment >= 0; i++)
+            if (st->number[i] == m->segment) l->segment = i;
+        l->bytes = (int64_t)(l->segment >= 0 ? m->start : m->peak);
+        if (l->segment >= 0) {
+            l->chunk = ft__stage_chunk_of(st, l->segment);
+            l->prefix = l->segment - st->first[l->chunk] + m->backward;
+        }
+        for (int c = 0; c < st->chunks && l->segment < 0 && l->chunk < 0; c++) {
+            l->prefix = ft__stage_prefix(st, alive, c);
+            if (l->prefix) l->chunk = c;
+        }
+        for (int c = 0; c < st->chunks; c++)
+            l->whole[c] = ft__stage_whole(st, alive, c, c == l->chunk ? l->prefix : 0);
+    }
     return FT_OK;
 }
 
-typedef struct ft__label { size_t kept; double flops; int before, choice; } ft__label;
-
-#define FT__MAX_LABELS 2048
-
-/* Inserts into labels sorted by kept, of which each has less flops than the one before. */
-static int ft__label_add(ft__label *labels, int n, ft__label l)
+/* The stage's segments, sorted by chunk and order. */
+static ft_status ft__stage_segments(ft__stage *st, const ft__probe_rank *p)
 {
-    int at = 0;
-    while (at < n && labels[at].kept < l.kept) at++;
-    if (at > 0 && labels[at - 1].flops <= l.flops) return n;
-    if (at < n && labels[at].kept == l.kept && labels[at].flops <= l.flops) return n;
-    int end = at;
-    while (end < n && labels[end].flops >= l.flops) end++;
-    if (end == at && n == FT__MAX_LABELS) return n;
-    memmove(labels + at + 1, labels + end, (size_t)(n - end) * sizeof *labels);
-    labels[at] = l;
-    return n - (end - at) + 1;
+    st->number = (int *)ft__sac_alloc((size_t)p->n, sizeof *st->number);
+    st->class_of = (int *)ft__sac_alloc((size_t)p->n, sizeof *st->class_of);
+    st->first = (int *)ft__sac_alloc((size_t)p->n + 1, sizeof *st->first);
+    st->classes = (ft__class *)ft__sac_alloc((size_t)p->n, sizeof *st->classes);
+    if (!st->number || !st->class_of || !st->first || !st->classes) return FT_ERR_OOM;
+    for (int s = 0; s < p->n; s++) {
+        const ft__probe_segment *seg = &p->segment[s];
+        if (!seg->used) continue;
+        int at = st->n++;
+        for (; at > 0; at--) {
+            const ft__probe_segment *b = &p->segment[st->number[at - 1]];
+            if (b->chunk < seg->chunk || (b->chunk == seg->chunk && b->order <= seg->order)) break;
+            st->number[at] = st->number[at - 1];
+        }
+        st->number[at] = s;
+    }
+    for (int i = 0; i < st->n; i++)
+        if (!i || p->segment[st->number[i]].chunk != p->segment[st->number[i - 1]].chunk)
+            st->first[st->chunks++] = i;
+    st->first[st->chunks] = st->n;
+    return FT_OK;
 }
 
-/* The least flops so that at every moment of the reference run, with its kept bytes replaced by the
-   chosen ones, the live bytes stay within `target`. A moment is the forward of a segment, the
-   backward of one, or outside while q segments are kept. */
-static ft_status ft__sac_solve(ft_sac_budget *budget, const ft__probe_rank *reference,
-                               const int *class_of, const ft__class *classes, size_t target,
-                               ft__label *labels, int *n_labels, int *found)
+static ft_status ft__stage_measure(ft_sac_budget *budget, ft__probe *probe, ft__stage *st)
 {
-    int S = budget->segments;
-    size_t before = 0;
-    memset(&labels[0], 0, sizeof labels[0]);
-    n_labels[0] = 1;
-    *found = 0;
-    if (reference->outside[0] > target) return FT_OK;
-    for (int s = 0; s < S; s++) {
-        const ft__probe_segment *r = &reference->segment[s];
-        ft__label *from = labels + (size_t)s * FT__MAX_LABELS, *to = from + FT__MAX_LABELS;
-        size_t after = before + r->kept_bytes;
-        int n = 0;
-        for (int i = 0; i < n_labels[s]; i++)
-            for (int k = 0; k < classes[class_of[s]].n; k++) {
-                const ft__choice *c = &classes[class_of[s]].choice[k];
-                ft__label l;
-                l.kept = from[i].kept + c->kept;
-                l.flops = from[i].flops + c->flops;
-                l.before = i;
-                l.choice = k;
-                if (r->forward_start + from[i].kept + c->forward_extra > target + before) continue;
-                if (r->backward_start + l.kept + c->backward_extra > target + after) continue;
-                if (reference->outside[s + 1] + l.kept > target + after) continue;
-                n = ft__label_add(to, n, l);
-            }
-        n_labels[s + 1] = n;
-        if (!n) return FT_OK;
-        before = after;
+    ft__probe_rank *p = &probe->rank[st->rank];
+    for (int s = 0; s < budget->segments; s++) {
+        budget->sac[s].kind = FT_SAC_MASK;
+        budget->sac[s].mask = 0;
     }
-    int best = 0; /* sorted: the most kept has the least flops */
-    best = n_labels[S] - 1;
-    for (int s = S - 1; s >= 0; s--) {
-        const ft__label *l = &labels[(size_t)(s + 1) * FT__MAX_LABELS + (size_t)best];
-        budget->sac[s].mask = classes[class_of[s]].choice[l->choice].mask;
-        best = l->before;
+    FT_TRY(ft__probe_run(budget, probe, st->rank, 2));
+    st->peak_bytes = p->peak_bytes;
+    FT_TRY(ft__stage_segments(st, p));
+    FT_TRY(ft__stage_limits(st, p));
+    ft__probe_segment *reference = (ft__probe_segment *)ft__sac_alloc((size_t)p->n,
+                                                                      sizeof *reference);
+    if (!reference) return FT_ERR_OOM;
+    memcpy(reference, p->segment, (size_t)p->n * sizeof *reference);
+    ft_status status = FT_OK;
+    for (int i = 0; i < st->n && status == FT_OK; i++) {
+        const ft__probe_segment *seg = &reference[st->number[i]];
+        int c = 0;
+        while (c < st->n_classes && st->classes[c].hash != seg->shape_hash) c++;
+        st->class_of[i] = c;
+        if (c == st->n_classes) st->n_classes++;
+        st->classes[c].hash = seg->shape_hash;
+        if (seg->forwards > st->classes[c].times) st->classes[c].times = seg->forwards;
+    }
+    for (int c = 0; c < st->n_classes && status == FT_OK; c++) {
+        uint64_t bits = 0, all = 0;
+        int first = 0;
+        while (st->class_of[first] != c) first++;
+        const ft__probe_segment *seg = &reference[st->number[first]];
+        status = ft__droppable(budget, probe, st->rank, st->number[first], seg, &bits, &all);
+        if (status == FT_OK)
+            status = ft__class_measure(budget, probe, st, c, bits, all, seg->kept_bytes);
+    }
+    FT_FREE(reference);
+    return status;
+}
+
+static void ft__stage_free(ft__stage *st)
+{
+    for (int c = 0; c < st->n_classes; c++) {
+        if (st->classes[c].choice) FT_FREE(st->classes[c].choice);
+        if (st->classes[c].extra) FT_FREE(st->classes[c].extra);
+    }
+    if (st->number) FT_FREE(st->number);
+    if (st->class_of) FT_FREE(st->class_of);
+    if (st->first) FT_FREE(st->first);
+    if (st->classes) FT_FREE(st->classes);
+    if (st->limits) FT_FREE(st->limits);
+    if (st->wholes) FT_FREE(st->wholes);
+}
+
+/* ---- the search ---- */
+
+typedef struct ft__label { int64_t saved; double flops; int before, choice; } ft__label;
+
+typedef struct ft__solver {
+    const ft__stage *st;
+    int64_t target;
+    int64_t *fixed;           /* [2, most choices] need of a choice, forward and backward */
+    int64_t *outside;         /* [n + 1] outside, by how many segments of the list save */
+    int64_t none;             /* outside, where no prefix saves */
+    ft__label **labels;       /* [n + 1] */
+    int *n_labels;
+    ft__label *work[2], *add; /* two of twice a level's size, one of one */
+    int *pick, *best;         /* [n] choices */
+    int64_t *saved;           /* [chunks] of pick */
+    double flops, best_flops; /* best_flops < 0: none yet */
+    int any;                  /* 1: whatever fits will do */
+    int passes, cut_short;
+} ft__solver;
+
+static const ft__class *ft__solver_class(const ft__solver *v, int i)
+{
+    return &v->st->classes[v->st->class_of[i]];
+}
+
+static int64_t ft__limit_bytes(const ft__solver *v, const ft__limit *l, const int64_t *guess)
+{
+    int64_t bytes = l->bytes;
+    for (int c = 0; c < v->st->chunks; c++) bytes -= l->whole[c] * guess[c];
+    return bytes;
+}
+
+/* What moments outside of segments need, under a guess. */
+static void ft__solver_outside(ft__solver *v, const int64_t *guess)
+{
+    const ft__stage *st = v->st;
+    v->none = FT__SAC_NEVER;
+    for (int i = 0; i <= st->n; i++) v->outside[i] = FT__SAC_NEVER;
+    for (int k = 0; k < st->n_limits; k++) {
+        const ft__limit *l = &st->limits[k];
+        if (l->segment >= 0) continue;
+        int64_t bytes = ft__limit_bytes(v, l, guess);
+        int64_t *slot = l->chunk < 0 ? &v->none : &v->outside[st->first[l->chunk] + l->prefix - 1];
+        if (bytes > *slot) *slot = bytes;
+    }
+}
+
+/* What each choice of a segment needs in its own moments, before what the prefix saves. */
+static void ft__solver_fixed(ft__solver *v, int i, const int64_t *guess)
+{
+    const ft__class *c = ft__solver_class(v, i);
+    for (int k = 0; k < 2 * c->n; k++) v->fixed[k] = FT__SAC_NEVER;
+    for (int m = 0; m < v->st->n_limits; m++) {
+        const ft__limit *l = &v->st->limits[m];
+        if (l->segment != i) continue;
+        int64_t bytes = ft__limit_bytes(v, l, guess);
+        for (int k = 0; k < c->n; k++) {
+            int64_t need = bytes + ft__class_extra(c, k)[l->backward * c->times + l->occurrence];
+            if (need > v->fixed[2 * k + l->backward]) v->fixed[2 * k + l->backward] = need;
+        }
+    }
+}
+
+/* Two lists, each with saved ascending and flops too, into one such list. */
+static int ft__labels_merge(const ft__label *a, int n, const ft__label *b, int m, ft__label *out)
+{
+    int at = n + m, end = n + m;
+    double least = 0;
+    while (n || m) { /* the most saved first: one that saves less must cost less */
+        const ft__label *l;
+        if (!m || (n && (a[n - 1].saved > b[m - 1].saved ||
+                         (a[n - 1].saved == b[m - 1].saved && a[n - 1].flops <= b[m - 1].flops))))
+            l = &a[--n];
+        else l = &b[--m];
+        if (at < end && l->flops >= least) continue;
+        least = l->flops;
+        out[--at] = *l;
+    }
+    memmove(out, out + at, (size_t)(end - at) * sizeof *out);
+    return end - at;
+}
+
+/* Every second label goes; the one that saves most stays. */
+static int ft__labels_thin(ft__solver *v, ft__label *labels, int n)
+{
+    int m = 0;
+    for (int l = (n - 1) & 1; l < n; l += 2) labels[m++] = labels[l];
+    v->cut_short = 1;
+    return m;
+}
+
+/* [B3] One segment more: the labels of `from`, each with each choice that fits. */
+static ft_status ft__solver_level(ft__solver *v, int i, const ft__label *from, int n)
+{
+    const ft__class *c = ft__solver_class(v, i);
+    int count = 0, now = 0;
+    for (int k = 0; k < c->n; k++) {
+        int added = 0;
+        for (int l = 0; l < n; l++) {
+            int64_t saved = from[l].saved + c->choice[k].saved;
+            if (v->fixed[2 * k] - from[l].saved > v->target) continue;
+            if (v->fixed[2 * k + 1] - saved > v->target) continue;
+            if (v->outside[i] - saved > v->target) continue;
+            v->add[added].saved = saved;
+            v->add[added].flops = from[l].flops + c->choice[k].flops;
+            v->add[added].before = l;
+            v->add[added++].choice = k;
+        }
+        count = ft__labels_merge(v->work[now], count, v->add, added, v->work[!now]);
+        now = !now;
+        while (count > FT__SAC_LABELS) count = ft__labels_thin(v, v->work[now], count);
+    }
+    if (v->labels[i + 1]) FT_FREE(v->labels[i + 1]);
+    v->labels[i + 1] = (ft__label *)ft__sac_alloc((size_t)count, sizeof **v->labels);
+    if (!v->labels[i + 1]) return FT_ERR_OOM;
+    memcpy(v->labels[i + 1], v->work[now], (size_t)count * sizeof **v->labels);
+    v->n_labels[i + 1] = count;
+    return FT_OK;
+}
+
+/* The cheapest choices of a chunk that save at least `least`, in v->pick; *found = 0: none. */
+static ft_status ft__solver_chunk(ft__solver *v, int chunk, const int64_t *guess, int64_t least,
+                                  int *found)
+{
+    const ft__stage *st = v->st;
+    ft__label start;
+    int first = st->first[chunk], end = st->first[chunk + 1], at = 0;
+    memset(&start, 0, sizeof start);
+    *found = 0;
+    for (int i = first; i < end; i++) {
+        const ft__label *from = i > first ? v->labels[i] : &start;
+        ft__solver_fixed(v, i, guess);
+        FT_TRY(ft__solver_level(v, i, from, i > first ? v->n_labels[i] : 1));
+        if (!v->n_labels[i + 1]) return FT_OK;
+    }
+    while (at < v->n_labels[end] && v->labels[end][at].saved < least) at++;
+    if (at == v->n_labels[end]) return FT_OK;
+    v->saved[chunk] = v->labels[end][at].saved;
+    v->flops += v->labels[end][at].flops;
+    for (int i = end - 1; i >= first; i--) {
+        v->pick[i] = v->labels[i + 1][at].choice;
+        at = v->labels[i + 1][at].before;
     }
     *found = 1;
     return FT_OK;
 }
 
-typedef struct ft__solver { /* what a solution needs, and room for it */
-    ft_sac_budget *budget;
-    ft__probe *probe;
-    const ft__probe_rank *reference;
-    const int *class_of;
-    const ft__class *classes;
-    ft__label *labels;
-    int *n_labels;
-} ft__solver;
-
-/* Solve, run, and shrink the target while the run is over the budget. */
-static ft_status ft__sac_within(ft__solver *v, int *found)
+/* All chunks, under a guess of what each saves. */
+static ft_status ft__solver_pass(ft__solver *v, const int64_t *guess, const int64_t *least,
+                                 int *found)
 {
-    size_t bytes = v->budget->budget_bytes, target = bytes;
-    for (int turn = 0; turn < 32; turn++) {
-        FT_TRY(ft__sac_solve(v->budget, v->reference, v->class_of, v->classes, target, v->labels,
-                             v->n_labels, found));
-        if (!*found) return FT_OK;
-        FT_TRY(ft__probe_run(v->budget, v->probe, -1));
-        if (v->budget->peak_bytes <= bytes) return FT_OK;
-        *found = 0;
-        size_t excess = v->budget->peak_bytes - bytes;
-        if (excess >= target) return FT_OK;
-        target -= excess;
+    v->passes++;
+    v->flops = 0;
+    ft__solver_outside(v, guess);
+    *found = v->none <= v->target;
+    for (int c = 0; c < v->st->chunks && *found; c++)
+        FT_TRY(ft__solver_chunk(v, c, guess, least[c], found));
+    return FT_OK;
+}
+
+/* Whether v->pick fits, with what it really saves. */
+static int ft__solver_fits(const ft__solver *v)
+{
+    const ft__stage *st = v->st;
+    for (int m = 0; m < st->n_limits; m++) {
+        const ft__limit *l = &st->limits[m];
+        int64_t bytes = ft__limit_bytes(v, l, v->saved);
+        for (int p = 0; p < l->prefix && l->chunk >= 0; p++) {
+            int i = st->first[l->chunk] + p;
+            bytes -= ft__solver_class(v, i)->choice[v->pick[i]].saved;
+        }
+        if (l->segment >= 0) {
+            const ft__class *c = ft__solver_class(v, l->segment);
+            bytes += ft__class_extra(c, v->pick[l->segment])[l->backward * c->times +
+                                                             l->occurrence];
+        }
+        if (bytes > v->target) return 0;
+    }
+    return 1;
+}
+
+static void ft__solver_keep(ft__solver *v)
+{
+    if (v->best_flops >= 0 && v->flops >= v->best_flops) return;
+    v->best_flops = v->flops;
+    memcpy(v->best, v->pick, (size_t)v->st->n * sizeof *v->best);
+}
+
+/* The chunk whose bounds are worth halving: widest, times how many of it are whole; -1: none. */
+static int ft__solver_widest(const ft__solver *v, const int64_t *low, const int64_t *high)
+{
+    int widest = -1;
+    int64_t most = 0;
+    for (int c = 0; c < v->st->chunks; c++) {
+        int whole = 0;
+        for (int m = 0; m < v->st->n_limits; m++)
+            if (v->st->limits[m].whole[c] > whole) whole = v->st->limits[m].whole[c];
+        if ((high[c] - low[c]) * whole <= most) continue;
+        most = (high[c] - low[c]) * whole;
+        widest = c;
+    }
+    return widest;
+}
+
+/* [B4] The best that saves between low and high of each chunk; both are this call's to change. */
+static ft_status ft__solver_box(ft__solver *v, int64_t *low, int64_t *high)
+{
+    int found, chunks = v->st->chunks;
+    if (v->any && v->best_flops >= 0) return FT_OK;
+    if (v->passes >= FT__SAC_PASSES) {
+        v->cut_short = 1;
+        return FT_OK;
+    }
+    FT_TRY(ft__solver_pass(v, high, low, &found));
+    if (!found || (v->best_flops >= 0 && v->flops >= v->best_flops)) return FT_OK;
+    if (ft__solver_fits(v)) {
+        ft__solver_keep(v);
+        return FT_OK;
+    }
+    int c = ft__solver_widest(v, low, high);
+    if (c < 0) return FT_OK;
+    FT_TRY(ft__solver_pass(v, low, low, &found));
+    if (found && ft__solver_fits(v)) ft__solver_keep(v);
+    int64_t *bounds = (int64_t *)ft__sac_alloc(2 * (size_t)chunks, sizeof *bounds);
+    if (!bounds) return FT_ERR_OOM;
+    int64_t middle = low[c] + (high[c] - low[c]) / (2 * FT_ALIGN_BYTES) * FT_ALIGN_BYTES;
+    ft_status status = FT_OK;
+    for (int half = 0; half < 2 && status == FT_OK; half++) { /* who saves more fits sooner */
+        memcpy(bounds, low, (size_t)chunks * sizeof *low);
+        memcpy(bounds + chunks, high, (size_t)chunks * sizeof *high);
+        if (half) bounds[chunks + c] = middle;
+        else bounds[c] = middle + FT_ALIGN_BYTES;
+        status = ft__solver_box(v, bounds, bounds + chunks);
+    }
+    FT_FREE(bounds);
+    return status;
+}
+
+/* The least flops under which every moment is within `target`: v->best, if best_flops >= 0. */
+static ft_status ft__solver_solve(ft__solver *v, int64_t target, int any)
+{
+    const ft__stage *st = v->st;
+    int64_t *bounds = (int64_t *)ft__sac_alloc(2 * (size_t)st->chunks, sizeof *bounds);
+    if (!bounds) return FT_ERR_OOM;
+    v->target = target;
+    v->any = any;
+    v->best_flops = -1;
+    v->passes = v->cut_short = 0;
+    for (int c = 0; c < st->chunks; c++)
+        for (int i = st->first[c]; i < st->first[c + 1]; i++) {
+            const ft__class *k = ft__solver_class(v, i);
+            int64_t most = 0;
+            for (int n = 0; n < k->n; n++)
+                if (k->choice[n].saved > most) most = k->choice[n].saved;
+            bounds[st->chunks + c] += most;
+        }
+    ft_status status = ft__solver_box(v, bounds, bounds + st->chunks);
+    FT_FREE(bounds);
+    return status;
+}
+
+static void ft__solver_free(ft__solver *v)
+{
+    for (int i = 0; v->labels && i <= v->st->n; i++)
+        if (v->labels[i]) FT_FREE(v->labels[i]);
+    if (v->labels) FT_FREE(v->labels);
+    if (v->n_labels) FT_FREE(v->n_labels);
+    if (v->work[0]) FT_FREE(v->work[0]);
+    if (v->fixed) FT_FREE(v->fixed);
+    if (v->outside) FT_FREE(v->outside);
+    if (v->pick) FT_FREE(v->pick);
+    if (v->saved) FT_FREE(v->saved);
+}
+
+static ft_status ft__solver_create(ft__solver *v, const ft__stage *st)
+{
+    size_t n = (size_t)st->n, most = 1;
+    memset(v, 0, sizeof *v);
+    v->st = st;
+    for (int c = 0; c < st->n_classes; c++)
+        if ((size_t)st->classes[c].n > most) most = (size_t)st->classes[c].n;
+    v->fixed = (int64_t *)ft__sac_alloc(2 * most, sizeof *v->fixed);
+    v->outside = (int64_t *)ft__sac_alloc(n + 1, sizeof *v->outside);
+    v->labels = (ft__label **)ft__sac_alloc(n + 1, sizeof *v->labels);
+    v->n_labels = (int *)ft__sac_alloc(n + 1, sizeof *v->n_labels);
+    v->work[0] = (ft__label *)ft__sac_alloc(5 * FT__SAC_LABELS, sizeof *v->work[0]);
+    v->pick = (int *)ft__sac_alloc(2 * n, sizeof *v->pick);
+    v->saved = (int64_t *)ft__sac_alloc((size_t)st->chunks, sizeof *v->saved);
+    if (!v->fixed || !v->outside || !v->labels || !v->n_labels || !v->work[0] || !v->pick ||
+        !v->saved)
+        return FT_ERR_OOM;
+    v->work[1] = v->work[0] + 2 * FT__SAC_LABELS;
+    v->add = v->work[0] + 4 * FT__SAC_LABELS;
+    v->best = v->pick + n;
+    return FT_OK;
+}
+
+/* ---- the fit ---- */
+
+static void ft__stage_choose(ft_sac_budget *budget, const ft__solver *v)
+{
+    for (int i = 0; i < v->st->n; i++)
+        budget->sac[v->st->number[i]].mask = ft__solver_class(v, i)->choice[v->best[i]].mask;
+}
+
+/* Solve, run the stage's rank, and shrink the target while the run is over the budget. */
+static ft_status ft__stage_within(ft_sac_budget *budget, ft__probe *probe, ft__solver *v,
+                                  int *found)
+{
+    size_t bytes = budget->budget_bytes, target = bytes;
+    *found = 0;
+    for (int turn = 0; turn < 32 && target < INT64_MAX; turn++) {
+        FT_TRY(ft__solver_solve(v, (int64_t)target, 0));
+        if (v->cut_short || turn) budget->optimal = 0;
+        if (v->best_flops < 0) return FT_OK;
+        ft__stage_choose(budget, v);
+        FT_TRY(ft__probe_run(budget, probe, v->st->rank, 0));
+        *found = budget->peak_bytes <= bytes;
+        if (*found || budget->peak_bytes - bytes >= target) return FT_OK;
+        target -= budget->peak_bytes - bytes;
     }
     return FT_OK;
 }
 
 /* Nothing was found: halves in on the smallest target with a solution, whose run names the
    least. */
-static ft_status ft__sac_least(ft__solver *v)
+static ft_status ft__stage_least(ft_sac_budget *budget, ft__solver *v)
 {
-    size_t none = 0, some = v->reference->peak_bytes, wanted = v->budget->budget_bytes;
-    int found;
+    int64_t none = 0, some = (int64_t)v->st->peak_bytes;
     while (some - none > FT_ALIGN_BYTES) {
-        size_t middle = none + (some - none) / 2;
-        FT_TRY(ft__sac_solve(v->budget, v->reference, v->class_of, v->classes, middle, v->labels,
-                             v->n_labels, &found));
-        if (found) some = middle;
+        int64_t middle = none + (some - none) / 2;
+        FT_TRY(ft__solver_solve(v, middle, 1));
+        if (v->best_flops >= 0) some = middle;
         else none = middle;
     }
-    FT_TRY(ft__sac_solve(v->budget, v->reference, v->class_of, v->classes, some, v->labels,
-                         v->n_labels, &found));
-    FT_TRY(ft__probe_run(v->budget, v->probe, -1));
-    if (v->budget->peak_bytes <= wanted) return FT_OK;
-    return ft_error(FT_ERR_OOM, "no recomputation policy fits %zu bytes a rank: the least that any "
-                    "needs is %zu; take a smaller micro-batch, a higher ZeRO stage or a larger "
-                    "budget", wanted, v->budget->peak_bytes);
-}
-
-static ft_status ft__sac_search(ft_sac_budget *budget, ft__probe *probe,
-                                const ft__probe_rank *reference, const int *class_of,
-                                const ft__class *classes)
-{
-    size_t S = (size_t)budget->segments;
-    ft__solver v;
-    v.budget = budget;
-    v.probe = probe;
-    v.reference = reference;
-    v.class_of = class_of;
-    v.classes = classes;
-    v.labels = (ft__label *)FT_MALLOC((S + 1) * FT__MAX_LABELS * sizeof *v.labels);
-    v.n_labels = (int *)FT_MALLOC((S + 1) * sizeof *v.n_labels);
-    ft_status status = v.labels && v.n_labels ? FT_OK :
-                       ft_error(FT_ERR_OOM, "no host memory to search %zu segments", S);
-    int found = 0;
-    if (status == FT_OK) status = ft__sac_within(&v, &found);
-    if (status == FT_OK && !found) status = ft__sac_least(&v);
-    if (v.labels) FT_FREE(v.labels);
-    if (v.n_labels) FT_FREE(v.n_labels);
-    return status;
-}
-
-static ft_status ft__sac_classes(ft_sac_budget *budget, ft__probe *probe,
-                                 ft__probe_rank *reference, int rank, int *class_of,
-                                 ft__class *classes)
-{
-    int n_classes = 0;
-    for (int s = 0; s < budget->segments; s++) {
-        const ft__probe_segment *seg = &reference->segment[s];
-        int c = 0;
-        while (c < n_classes && classes[c].hash != seg->shape_hash) c++;
-        class_of[s] = c;
-        if (c == n_classes) {
-            classes[c].hash = seg->shape_hash;
-            classes[c].n = 0;
-            n_classes++;
-        }
-    }
-    for (int c = 0; c < n_classes; c++) {
-        uint64_t bits;
-        int first = 0;
-        while (class_of[first] != c) first++;
-        FT_TRY(ft__droppable(budget, probe, rank, first, &reference->segment[first], &bits));
-        FT_TRY(ft__class_measure(budget, probe, rank, class_of, c, bits, &classes[c]));
-    }
+    FT_TRY(ft__solver_solve(v, some, 0));
+    if (v->best_flops >= 0) ft__stage_choose(budget, v);
     return FT_OK;
 }
 
-static ft_status ft__sac_fit(ft_sac_budget *budget, ft__probe *probe, ft__probe *kept)
+/* The policies of one stage; *fits = 0 where none is within the budget. */
+static ft_status ft__stage_fit(ft_sac_budget *budget, ft__probe *probe, int rank, int *fits)
 {
-    int S = budget->segments, rank = 0;
-    for (int s = 0; s < S; s++) memset(&budget->sac[s], 0, sizeof budget->sac[s]);
-    FT_TRY(ft__probe_run(budget, probe, -1));
-    if (budget->peak_bytes <= budget->budget_bytes) return FT_OK; /* nothing needs to go */
-    for (int r = 1; r < probe->world; r++)
-        if (probe->rank[r].peak_bytes > probe->rank[rank].peak_bytes) rank = r;
-    ft__probe_clear(kept);
-    ft__probe_rank *reference = &kept->rank[rank];
-    memcpy(reference->segment, probe->rank[rank].segment, (size_t)S * sizeof *reference->segment);
-    reference->peak_bytes = probe->rank[rank].peak_bytes;
-    memcpy(reference->outside, probe->rank[rank].outside,
-           (size_t)(S + 1) * sizeof *reference->outside);
-    int *class_of = (int *)FT_MALLOC((size_t)S * sizeof *class_of);
-    ft__class *classes = (ft__class *)FT_MALLOC((size_t)S * sizeof *classes);
-    ft_status status = class_of && classes ? FT_OK :
-                       ft_error(FT_ERR_OOM, "no host memory to search %d segments", S);
-    if (status == FT_OK)
-        status = ft__sac_classes(budget, probe, reference, rank, class_of, classes);
-    if (status == FT_OK) status = ft__sac_search(budget, probe, reference, class_of, classes);
-    if (class_of) FT_FREE(class_of);
-    if (classes) FT_FREE(classes);
+    ft__stage st;
+    ft__solver v;
+    memset(&st, 0, sizeof st);
+    memset(&v, 0, sizeof v);
+    st.rank = rank;
+    int found = 0;
+    ft_status status = ft__stage_measure(budget, probe, &st);
+    if (status == FT_OK && !st.n) *fits = 0; /* nothing can go */
+    if (status == FT_OK && st.n) {
+        status = ft__solver_create(&v, &st);
+        if (status == FT_OK) status = ft__stage_within(budget, probe, &v, &found);
+        if (status == FT_OK && !found) status = ft__stage_least(budget, &v);
+        *fits = found;
+        ft__solver_free(&v);
+    }
+    ft__stage_free(&st);
     return status;
+}
+
+static int ft__probe_same(const ft__probe *probe, int a, int b)
+{
+    for (int s = 0; s < probe->n; s++)
+        if (probe->rank[a].segment[s].used != probe->rank[b].segment[s].used) return 0;
+    return 1;
+}
+
+/* leader[r]: the fullest rank of r's stage, where that is over the budget; -1 elsewhere. */
+static void ft__sac_leaders(const ft__probe *probe, size_t bytes, int *leader)
+{
+    for (int r = 0; r < probe->world; r++) {
+        int other = 0;
+        leader[r] = r;
+        while (other < r && !(leader[other] >= 0 && ft__probe_same(probe, other, r))) other++;
+        if (other == r) continue;
+        if (probe->rank[r].peak_bytes > probe->rank[other].peak_bytes) leader[other] = -1;
+        else leader[r] = -1;
+    }
+    for (int r = 0; r < probe->world; r++)
+        if (probe->rank[r].peak_bytes <= bytes) leader[r] = -1;
+}
+
+static ft_status ft__sac_fit(ft_sac_budget *budget, ft__probe *probe, int *leader, ft_sac *answer)
+{
+    int S = budget->segments, fits = 1;
+    size_t wanted = budget->budget_bytes;
+    for (int s = 0; s < S; s++) {
+        memset(&budget->sac[s], 0, sizeof budget->sac[s]);
+        budget->sac[s].segment = s + 1;
+        answer[s] = budget->sac[s];
+    }
+    FT_TRY(ft__probe_run(budget, probe, -1, 0));
+    if (budget->peak_bytes <= wanted) return FT_OK; /* nothing needs to go */
+    ft__sac_leaders(probe, wanted, leader);
+    ft_status status = FT_OK;
+    for (int r = 0; r < probe->world && status == FT_OK; r++) {
+        int stage_fits = 1;
+        if (leader[r] < 0) continue;
+        status = ft__stage_fit(budget, probe, r, &stage_fits);
+        fits &= stage_fits;
+        for (int s = 0; s < S && status == FT_OK; s++)
+            if (probe->rank[r].segment[s].used) answer[s] = budget->sac[s];
+    }
+    memcpy(budget->sac, answer, (size_t)S * sizeof *answer);
+    if (status == FT_OK) status = ft__probe_run(budget, probe, -1, 0);
+    if (status != FT_OK || budget->peak_bytes <= wanted) return status;
+    return ft_error(FT_ERR_OOM, "no recomputation policy fits %zu bytes a rank: the least that any "
+                    "needs is %zu; take a smaller micro-batch, a higher ZeRO stage or a larger "
+                    "budget", wanted, budget->peak_bytes);
 }
 
 FT_API ft_status ft_sac_fit(ft_sac_budget *budget)
 {
-    ft__probe probe, kept;
+    ft__probe probe;
     int world = budget->config.world > 0 ? budget->config.world : 1;
     if (budget->segments < 1 || !budget->step || !budget->sac)
         return ft_error(FT_ERR_ARG, "ft_sac_fit needs segments > 0, step and sac");
     budget->runs = 0;
+    budget->optimal = 1;
     FT_TRY(ft__probe_create(world, budget->segments, &probe));
-    ft_status status = ft__probe_create(world, budget->segments, &kept);
-    if (status == FT_OK) {
-        status = ft__sac_fit(budget, &probe, &kept);
-        FT_FREE(kept.rank);
-    }
-    FT_FREE(probe.rank);
+    int *leader = (int *)ft__sac_alloc((size_t)world, sizeof *leader);
+    ft_sac *answer = (ft_sac *)ft__sac_alloc((size_t)budget->segments, sizeof *answer);
+    ft_status status = leader && answer ? ft__sac_fit(budget, &probe, leader, answer) : FT_ERR_OOM;
+    if (leader) FT_FREE(leader);
+    if (answer) FT_FREE(answer);
+    ft__probe_free(&probe);
     return status;
 }
 

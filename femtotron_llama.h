@@ -160,7 +160,8 @@ FT_API ft_status ft_llama_create(ft_ctx *ctx, ft_zero *zero, const ft_llama_conf
 /* Describes the model to `zero` (units: embedding; each layer; final norm + head, the head only if
    untied), commits it, and initialises: a function of (seed, name, element index). max_tokens
    bounds the T of later calls. Collective over the world (group "llama", no traffic): FT_ERR_COMM
-   unless all ranks pass the same seed, config and max_tokens. `zero` must have no units yet. */
+   on every rank, naming ranks and values, unless all pass the same seed, config and max_tokens.
+   `zero` must have no units yet. */
 
 /* Which part of the model a rank has. Stage p of P with V chunks runs virtual stages p, P + p, 2P +
    p, ...: virtual stage v runs layers first_layer[v] .. first_layer[v + 1] - 1; the first one also
@@ -176,7 +177,8 @@ typedef struct ft_llama_layout {
 FT_API ft_status ft_llama_create_part(ft_ctx *ctx, ft_zero *zero, const ft_llama_config *config,
                                       const ft_llama_layout *layout, int64_t max_tokens,
                                       uint64_t seed, ft_llama **out);
-/* ft_llama_create for a rank of a mesh. The weights are those of the whole model on one rank. A
+/* ft_llama_create for a rank of a mesh; all ranks must pass the same sizes of the mesh, chunks,
+   first_layer and sequence parallelism too. The weights are those of the whole model on one rank. A
    tied embedding on two stages is one unit on each, with gradients summed (ft_zero_share). Norms
    and biases of row layers count once (or, under sequence parallelism, are summed) over tp.
    FT_ERR_UNSUPPORTED where heads, kv heads or intermediate do not divide by tp. */
@@ -692,7 +694,7 @@ static uint64_t ft__llama_fnv_double(uint64_t hash, double value)
     return ft__llama_fnv(hash, &value, sizeof value);
 }
 
-/* Of all that replicas must share, field by field: structs have holes. */
+/* Of all that ranks must share, field by field: structs have holes. */
 static uint64_t ft__llama_config_hash(const ft_llama_config *c, int64_t max_tokens)
 {
     int64_t sizes[15];
@@ -711,13 +713,47 @@ static uint64_t ft__llama_config_hash(const ft_llama_config *c, int64_t max_toke
     return ft__llama_fnv_double(hash, c->init_std);
 }
 
+static ft_status ft__llama_agree_config(ft_llama *m)
+{
+    const ft_llama_config *c = &m->config;
+    const ft_rope_scaling *s = &c->rope_scaling;
+    char text[512];
+    snprintf(text, sizeof text,
+             "llama config: vocab %lld, hidden %lld, %lld layers, %lld heads, %lld kv, head_dim "
+             "%lld, intermediate %lld, tied %d, biases %d %d %d, qk_norm %d, eps %g, theta %g, "
+             "rope %g %g %g %lld, init_std %g, loss chunk %lld, max_tokens %lld; hash",
+             (long long)c->vocab, (long long)c->hidden, (long long)c->layers, (long long)c->heads,
+             (long long)c->kv_heads, (long long)c->head_dim, (long long)c->intermediate,
+             c->tie_embeddings != 0, c->qkv_bias != 0, c->o_bias != 0, c->mlp_bias != 0,
+             c->qk_norm != 0, c->norm_eps, c->rope_theta, s->factor, s->low_freq_factor,
+             s->high_freq_factor, (long long)s->original_context, c->init_std,
+             (long long)c->loss_chunk_tokens, (long long)m->max_tokens);
+    return ft_agree(m->world, text, ft__llama_config_hash(c, m->max_tokens));
+}
+
+/* The layout: stages that cut the layers differently would have some twice and some never. */
+static ft_status ft__llama_agree_layout(ft_llama *m)
+{
+    char text[400];
+    int n = m->P * m->V, sp = m->tp_size > 1 && m->tp->sequence_parallel, at;
+    uint64_t hash = ft__llama_fnv(ft__llama_fnv_begin(), m->first_layer,
+                                  (size_t)(n + 1) * sizeof *m->first_layer);
+    at = snprintf(text, sizeof text, "llama layout: dp %d x tp %d x pp %d, %d chunks, sequence "
+                  "parallelism %d, layers from", m->mesh.size[FT_AXIS_DP], m->tp_size, m->P, m->V,
+                  sp);
+    for (int v = 0; v < n && at < 380; v++) /* the first ones; the hash has all */
+        at += snprintf(text + at, sizeof text - (size_t)at, " %lld", (long long)m->first_layer[v]);
+    hash = ft__llama_fnv(hash, text, strlen(text));
+    return ft_agree(m->world, text, hash);
+}
+
 /* Replicas that start from different seeds would train on as if nothing were wrong. */
 static ft_status ft__llama_agree(ft_ctx *ctx, ft_llama *m)
 {
     FT_TRY(ft_group_strided(ctx, "llama", 0, 1, ft_world(ctx), &m->world));
     FT_TRY(ft_agree(m->world, "seed of ft_llama_create", m->seed));
-    return ft_agree(m->world, "config of ft_llama_create (a hash of all its fields and max_tokens)",
-                    ft__llama_config_hash(&m->config, m->max_tokens));
+    FT_TRY(ft__llama_agree_config(m));
+    return ft__llama_agree_layout(m);
 }
 
 static ft_status ft__llama_alloc(ft_ctx *ctx, ft_llama *m)
@@ -1158,7 +1194,8 @@ FT_API ft_status ft_llama_export_grad(ft_llama *m, const ft_llama_param *p, floa
 {
     FT_TRY(ft__llama_check_param(m, "ft_llama_export_grad", p));
     FT_TRY(ft__llama_collect(m, p, ft_zero_export_grad, values));
-    if (!m->config.tie_embeddings || m->P == 1 || strcmp(p->name, m->params[0].name) != 0) return FT_OK;
+    if (!m->config.tie_embeddings || m->P == 1 || strcmp(p->name, m->params[0].name) != 0)
+        return FT_OK;
     /* A tied table on two stages: before ft_zero_step_end each has its own part of the gradient. */
     int64_t n = p->shape[0] * p->shape[1];
     float *head = (float *)ft_host_alloc(m->ctx, (size_t)n * sizeof *head);

@@ -332,8 +332,10 @@ typedef struct ft_pp ft_pp;
 
 FT_API ft_status ft_pp_create(ft_ctx *ctx, const ft_mesh *mesh, const ft_pp_config *config,
                               ft_pp **out);
-/* A runner for this rank of the mesh's pp axis, with a group named "pp". config->ranks must be the
-   mesh's pp. Owned by the context. FT_ERR_COMM unless the stages agree on the config. */
+/* A runner for this rank of the mesh's pp axis, with a group named "pp" (and one over the world,
+   "pp world", that sends nothing). config->ranks must be the mesh's pp. Owned by the context. A
+   collective call: FT_ERR_COMM on every rank, naming ranks and values, unless the whole world
+   passes the same config. */
 FT_API ft_status ft_pp_run(ft_pp *pp, const ft_pp_program *program);
 /* Obeys this rank's list once: a step's forwards and backwards. [R1] Exchanges run on the compute
    stream, so that an input has come and an output has gone when the next action starts. [R2] A
@@ -1746,13 +1748,20 @@ struct ft_pp {
     ft_p2p *p2p;            /* room for the largest exchange */
 };
 
-static uint64_t ft__pp_hash(const ft_pp_config *c)
+/* Stages of another schedule would wait for messages that never come, and dp ranks of one for
+   reductions: the whole world must have the same. The text says all, the value is its hash. */
+static ft_status ft__pp_agree(ft_ctx *ctx, const ft_pp_config *c)
 {
-    uint64_t h = (uint64_t)c->kind;
-    h = h * 1000003u + (uint64_t)c->ranks;
-    h = h * 1000003u + (uint64_t)c->chunks;
-    h = h * 1000003u + (uint64_t)c->micro_batches;
-    return h * 2u + (uint64_t)(c->forward_only != 0);
+    ft_group *world;
+    char text[160];
+    uint64_t hash = 1469598103934665603u;
+    snprintf(text, sizeof text, "the pipeline: %s, %d ranks of %d chunks, %d micro-batches%s",
+             ft_pp_kind_name(c->kind), c->ranks, c->chunks, c->micro_batches,
+             c->forward_only ? ", forward only" : "");
+    for (const char *at = text; *at; at++)
+        hash = (hash ^ (unsigned char)*at) * 1099511628211u;
+    FT_TRY(ft_group_strided(ctx, "pp world", 0, 1, ft_world(ctx), &world));
+    return ft_agree(world, text, hash);
 }
 
 /* This rank's list is copied into the context's memory, so that it ends with it on every path. */
@@ -1792,8 +1801,8 @@ FT_API ft_status ft_pp_create(ft_ctx *ctx, const ft_mesh *mesh, const ft_pp_conf
     pp->ctx = ctx;
     pp->config = *config;
     pp->rank = mesh->coord[FT_AXIS_PP];
+    FT_TRY(ft__pp_agree(ctx, config));
     FT_TRY(ft_mesh_group(ctx, mesh, FT_AXIS_PP, "pp", &pp->group));
-    FT_TRY(ft_agree(pp->group, "the pipeline schedule", ft__pp_hash(config)));
     ft_pp_schedule *schedule;
     FT_TRY(ft_pp_schedule_create(config, &schedule));
     ft_status status = ft__pp_own_list(pp, &schedule->ranks[pp->rank]);

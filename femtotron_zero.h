@@ -41,9 +41,11 @@
      P = bytes of all padded units in the dtype that travels, times (D-1)/D; M micro-batches. With
      `reduce_overlap` (default on) "one unit" of gradients is two; with `prefetch` p (default 1) the
      gathered units are at most 1 + p. A head tied to the embedding gathers that unit a second time:
-     M (3 P - P_last) then. Scalars (token counts, norm, loss) travel
-     apart, 12 (W - 1) bytes a step and rank of a world of W ranks.
-     ft_zero_formula_get computes these to the byte, buffers rounded up to 256.
+     M (3 P - P_last) then. In a pipeline P counts the rank's own units, P_emb is the first rank's
+     alone and P_last the last one's (with a tied table both the last unit and the table's copy);
+     gpipe keeps the last ones from the first forward to the last backward: once a step, not M
+     times. Scalars (token counts, norm, loss) travel apart, 12 (W - 1) bytes a step and rank of a
+     world of W ranks. ft_zero_formula_get computes these to the byte, buffers rounded up to 256.
 
    THE CASES
      [Z0]   All state on every rank. Backward writes into whole gradients.
@@ -67,7 +69,8 @@
             embedding's does not, so it is not gathered again.
      [Z3.4] The last region (FT_ZERO_KEEP) is not freed between forward and the backward that
             follows.
-     [Z3.5] So at most 1 + prefetch units are gathered, and the one that a tied head shares.
+     [Z3.5] So at most 1 + prefetch units are gathered, and the one that a tied head shares; where
+            all forwards come before the backwards (gpipe), those kept [Z3.4] beside them.
      [Z3.6] With keep_gathered a unit stays from its first gather of a step to the end of the step.
      [G1]   The first contribution to a parameter's gradient overwrites, later ones add.
      [G2]   A parameter without a contribution is zero at the reduction; a frozen one has no
@@ -140,7 +143,7 @@ typedef struct ft_zero_update {
     float *weight;           /* [n] fp32 (the master, where weights are bf16): to be updated */
     float *state[FT_ZERO_MAX_STATE]; /* [n] each, zero at first; those beyond n_state are NULL */
     double lr, decay;        /* decay: of these n elements, 0 where there is none */
-    int64_t step;            /* updates so far, this one included: from 1; skipped ones do not count */
+    int64_t step;            /* updates so far, this one included: from 1; skipped ones not */
     const double *hyper;     /* the optimizer's constants */
 } ft_zero_update;
 
@@ -151,11 +154,11 @@ typedef struct ft_zero_optimizer {
     ft_zero_update_fn update;
     int n_state;             /* fp32 numbers kept for each parameter, master not counted */
     double hyper[FT_ZERO_MAX_HYPER];
-    /* The same on FT_GPU, for all elements of a span at once. call: in = gradient, control (fp32 [4];
-       [1] the clip coefficient, [2] zero: leave everything as it is), updates (int32 [1], step);
-       out = weight, the states, and the fp32 master where the weight is bf16 (then it is the master
-       that is updated, and the weight its rounding); f = lr, decay; user = this struct. NULL: the
-       optimizer cannot run there. */
+    /* The same on FT_GPU, for all elements of a span at once. call: in = gradient, control (fp32
+       [4]; [1] the clip coefficient, [2] zero: leave everything as it is), updates (int32 [1],
+       step); out = weight, the states, and the fp32 master where the weight is bf16 (then it is the
+       master that is updated, and the weight its rounding); f = lr, decay; user = this struct.
+       NULL: the optimizer cannot run there. */
     ft_status (*gpu)(const ft_op_call *call);
 } ft_zero_optimizer;
 
@@ -172,22 +175,23 @@ typedef struct ft_zero_config {
     int stage;              /* 0, 1, 2 or 3 */
     ft_dtype dtype;         /* of parameters and activations: FT_F32 or FT_BF16 */
     int prefetch;           /* stage 3: units gathered ahead of the running one; default 1 */
-    ft_switch reduce_overlap; /* reduce a unit under the next one's backward; default on; costs one more
-                               unit of gradients in stages 2 and 3. Off: compute waits for each */
-    int keep_gathered;      /* stage 3: 1 keeps a unit from its first gather of a step to the step's end:
-                               one gather of P a step instead of up to 2 a micro-batch, for the
-                               memory of all gathered units (stage 2's). For pipelines with many
-                               micro-batches */
-    ft_zero_dtype accumulate_dtype; /* of gradients from the first micro-batch to the update: SAME as
-                               dtype, or F32. Set it with bf16 and many micro-batches: 2 bytes more
-                               for each gradient kept (whole in stages 0, 1; shards in 2, 3) */
-    ft_zero_dtype reduce_dtype; /* of gradients on the wire: SAME as dtype, F32 (twice the traffic of
-                               bf16; sums of many ranks lose nothing) or BF16 (half that of fp32).
-                               Stages 2, 3: also of the unit at work; copies of hybrid sharding add
-                               up in accumulate_dtype. Stages 0, 1: where the two differ a unit
-                               passes through a buffer of tag comm */
-    int shard_ranks;        /* hybrid sharding: shards over groups of so many neighbouring dp ranks (a
-                               node), replicates across groups; 0: over all of dp */
+    ft_switch reduce_overlap; /* reduce a unit under the next one's backward; default on; costs
+                               one more unit of gradients in stages 2 and 3. Off: compute waits for
+                               each */
+    int keep_gathered;      /* stage 3: 1 keeps a unit from its first gather of a step to the
+                               step's end: one gather of P a step instead of up to 2 a micro-batch,
+                               for the memory of all gathered units (stage 2's). For pipelines with
+                               many micro-batches */
+    ft_zero_dtype accumulate_dtype; /* of gradients from the first micro-batch to the update: SAME
+                               as dtype, or F32. Set it with bf16 and many micro-batches: 2 bytes
+                               more for each gradient kept (whole in stages 0, 1; shards in 2, 3) */
+    ft_zero_dtype reduce_dtype; /* of gradients on the wire: SAME as dtype, F32 (twice the traffic
+                               of bf16; sums of many ranks lose nothing) or BF16 (half that of
+                               fp32). Stages 2, 3: also of the unit at work; copies of hybrid
+                               sharding add up in accumulate_dtype. Stages 0, 1: where the two
+                               differ a unit passes through a buffer of tag comm */
+    int shard_ranks;        /* hybrid sharding: shards over groups of so many neighbouring dp ranks
+                               (a node), replicates across groups; 0: over all of dp */
     ft_zero_optimizer optimizer; /* default ft_zero_adamw(0.9, 0.95, 1e-8) */
     double weight_decay;    /* of parameters added with FT_ZERO_DECAY; 0 means none */
     double grad_clip;       /* largest global norm; 0 means no clipping */
@@ -224,7 +228,9 @@ FT_API ft_status ft_zero_create(ft_ctx *ctx, const ft_zero_config *config, const
                                 ft_zero **out);
 /* Makes the groups "zero gather", "zero reduce" and "zero weights" (exports) over dp, "zero
    replicas" across copies, "zero tp" over tp, and "zero scalars" over the world, as far as they
-   have members. */
+   have members. A collective call: FT_ERR_COMM on every rank, naming ranks and values, unless all
+   ranks of the world pass the same mesh and options (an optimizer's name and numbers stand for
+   it). */
 
 typedef ft_status (*ft_zero_init_fn)(void *user, const char *name, int64_t first, int64_t n,
                                      float *values);
@@ -236,8 +242,8 @@ enum { /* flags of a parameter */
     FT_ZERO_FROZEN = 2,
     FT_ZERO_REPLICATED = 4, /* the same on all tp ranks, with the same gradient: counted once in the
                                norm (a norm weight) */
-    FT_ZERO_PARTIAL = 8     /* the same on all tp ranks, each of which has a part of the gradient: summed
-                               over tp before the reduction (a norm weight under sequence
+    FT_ZERO_PARTIAL = 8     /* the same on all tp ranks, each of which has a part of the gradient:
+                               summed over tp before the reduction (a norm weight under sequence
                                parallelism) */
 };
 
@@ -259,8 +265,11 @@ FT_API ft_status ft_zero_tapes(ft_zero *zero, int unit, int tapes);
 /* The unit is entered on so many tapes of each micro-batch (chunks of one rank that share a table):
    its gradients are complete after as many backwards. Default 1. */
 FT_API ft_status ft_zero_commit(ft_zero *zero, ft_zero_init_fn init, void *user);
-/* Ends the description: checks that all dp ranks described the same, allocates parameters (or
-   shards) and optimizer state, and initialises this rank's part from `init`. */
+/* Ends the description: checks that what others have too was described alike, allocates parameters
+   (or shards) and optimizer state, and initialises this rank's part from `init`. A collective call.
+   FT_ERR_COMM on every rank, naming ranks and values, unless all dp ranks have the same units
+   (names, parameters with shapes and flags, breaks, tapes, sharing), all tp ranks the same
+   FT_ZERO_PARTIAL parameters, and all ranks of a shared unit's group the same parameters in it. */
 
 /* ------------------------------------------------------------------------------------ >>verbs */
 
@@ -326,18 +335,29 @@ FT_API ft_status ft_zero_export_grad(ft_zero *zero, ft_tensor *param, int64_t fi
 /* values[n] = the reduced gradient of param; between the last backward and step_end. A collective
    call. */
 
+/* How a step uses the units. The formulas hold for units entered one after another, each once a
+   micro-batch, and for a model whose first unit's backward reads no weights (an embedding), and
+   whose last unit is entered with FT_ZERO_KEEP. In a pipeline the first rank of the mesh's pp has
+   that first unit, the last rank the last. */
+typedef struct ft_zero_use {
+    int micro_batches;
+    int tied;           /* 1: for the head the first unit is entered a second time, or, where the
+                           last rank of a pipeline is another one, its copy after the last unit,
+                           both with FT_ZERO_KEEP */
+    int forwards_first; /* 1: all forwards of a step come before its first backward (gpipe) */
+} ft_zero_use;
+
 /* The closed formulas of this manual, in accounted bytes (each buffer rounded up to FT_ALIGN_BYTES)
-   and in bytes sent by this rank in a step. `tied`: the first unit is entered a second time for the
-   head. They hold for units entered one after another, each once a micro-batch, the last one with
-   FT_ZERO_KEEP, and a first unit whose backward reads no weights (an embedding). */
+   and in bytes sent by this rank in a step. */
 typedef struct ft_zero_formula {
     size_t param, optim;          /* always */
-    size_t grad_max, gather_max, comm_max; /* the most at once, within a step */
+    size_t grad_max, gather_max, comm_max; /* the most at once, within a step; grad_max without what
+                                              backwards in two halves leave waiting [P1] */
     int64_t gather_sent, reduce_sent;      /* groups "zero gather" and "zero reduce" */
     int64_t replica_sent;                  /* group "zero replicas"; exact where dp / D divides 8 */
 } ft_zero_formula;
 
-FT_API ft_status ft_zero_formula_get(const ft_zero *zero, int micro_batches, int tied,
+FT_API ft_status ft_zero_formula_get(const ft_zero *zero, const ft_zero_use *use,
                                      ft_zero_formula *out);
 
 #endif /* FEMTOTRON_ZERO_H */
@@ -355,9 +375,9 @@ FT_API ft_status ft_zero_formula_get(const ft_zero *zero, int micro_batches, int
 typedef struct ft__zero_flat {
     int64_t elems;        /* of parameters, one after another in the order they were added */
     int64_t shard;        /* ceil(elems / D), rounded up to FT__ZERO_ALIGN */
-    int64_t padded;       /* shard * D; elements from `elems` on are padding: never read for a result */
+    int64_t padded;       /* shard * D; from `elems` on it is padding: never read for a result */
     ft_tensor *full;      /* [padded] the weights; present always, or [Z3] while gathered */
-    ft_tensor *mine;      /* [shard] this rank's weights: a view of full, or [Z3] all that is kept */
+    ft_tensor *mine;      /* [shard] this rank's weights: a view of full, or [Z3] all it keeps */
     ft_tensor *grad;      /* [padded] gradients, present from the first contribution on */
     ft_tensor *grad_mine; /* [shard] reduced: a view of grad, or [Z2, Z3] a tensor of its own */
     ft_tensor *master;    /* fp32 [shard], stage 0 [padded]; only where weights are bf16 */
@@ -370,7 +390,7 @@ typedef struct ft__zero_param {
     ft_tensor *grad;      /* view of the same place in grad; NULL if frozen */
     int unit, flags;
     int64_t offset;       /* in its flat */
-    ft_tensor *early;     /* [P1] contributions of first halves whose second has not come; or NULL */
+    ft_tensor *early;     /* [P1] contributions of first halves that wait for the second; or NULL */
     int fresh;            /* no contribution to the gradient yet */
     struct ft__zero_param *next;
 } ft__zero_param;
@@ -389,11 +409,14 @@ typedef struct ft__zero_unit {
     ft_event gather_done, reduce_done;
 } ft__zero_unit;
 
-typedef struct ft__region { /* a stretch of forward under a unit, on a tape that waits for backward */
+/* A stretch of forward under a unit, on a tape that waits for backward. */
+typedef struct ft__region {
     ft_zero *zero;
     ft_tape *tape;
     int unit, keep, reads; /* reads: backward or a replay will read weights */
     int need_before;
+    int holds;             /* a gather is the region's own: while open, kept, or in backward */
+    int halved;            /* the first half of a split backward is in it */
     struct ft__region *older;
 } ft__region;
 
@@ -406,7 +429,7 @@ typedef struct ft__zero_span { /* neighbouring elements of a shard under one wei
 struct ft_zero {
     ft_ctx *ctx;
     ft_zero_config config;
-    int D, rank;                /* ranks that share one copy of the state, and which of them this is */
+    int D, rank;                /* ranks that share one copy of the state; which of them this is */
     int dp, dp_rank;            /* all data-parallel ranks; dp / D replicas of the state */
     ft_dtype accumulate_dtype, reduce_dtype; /* resolved */
     int shards_weights;         /* stage 3 and D > 1: at D = 1 a gather is an alias */
@@ -416,6 +439,7 @@ struct ft_zero {
     ft_group *weights;          /* over dp: exports */
     ft_group *tp;               /* NULL without tensor parallelism */
     ft_group *scalars;          /* over the world */
+    int pp, pp_rank;            /* stages of the pipeline, and which of them this is */
     int tp_rank, counts_tokens; /* the rank whose tokens and loss stand for its tp and pp peers' */
     ft_op update_rows[2];       /* the optimizer's: [0] fp32 weights, [1] with a master */
     ft_stream *compute, *gather_stream, *reduce_stream;
@@ -423,7 +447,7 @@ struct ft_zero {
     int n_units, cap_units;
     ft__zero_param *params, **params_end;
     ft__zero_span *spans, **spans_end;
-    ft__zero_span *norm_spans, **norm_end; /* what this rank adds to the norm; `grad` alone is set */
+    ft__zero_span *norm_spans, **norm_end; /* what this rank adds to the norm; only `grad` is set */
     int n_norm_spans;
     int committed, in_step, micro_batches;
     int first_halves;           /* [P1] regions that the first half of a split backward is in */
@@ -463,7 +487,9 @@ static float ft__zero_load(const ft_view *v, int64_t i)
                                : ((const float *)v->data)[i];
 }
 
-/* These rows write into tensors that exist, whatever their shapes: ft_op_run checks sizes. */
+/* These rows write into tensors that exist, and infer leaves their shapes as they are, so ft_op_run
+   finds nothing to compare: nobody checks these sizes, and they hold because ft_zero_commit makes
+   all of these tensors to measure. */
 static ft_status ft__zero_infer(ft_op_call *call)
 {
     (void)call;
@@ -715,9 +741,11 @@ static ft_status ft__zero_config_check(const ft_zero_config *c)
                         "the optimizer %s needs an update function and 0 to %d states, not "
                         "%d",
                         o->name ? o->name : "(no name)", FT_OP_MAX_OUT - 2, o->n_state);
-    if (o->update == ft__adamw_update && !(o->hyper[0] >= 0 && o->hyper[0] < 1 &&
-                                           o->hyper[1] >= 0 && o->hyper[1] < 1 && (float)o->hyper[2] > 0))
-        return ft_error(FT_ERR_ARG, "AdamW wants betas in [0, 1) and an eps that fp32 can hold, not %g %g %g",
+    if (o->update == ft__adamw_update &&
+        !(o->hyper[0] >= 0 && o->hyper[0] < 1 && o->hyper[1] >= 0 && o->hyper[1] < 1 &&
+          (float)o->hyper[2] > 0))
+        return ft_error(FT_ERR_ARG,
+                        "AdamW wants betas in [0, 1) and an eps that fp32 can hold, not %g %g %g",
                         o->hyper[0], o->hyper[1], o->hyper[2]);
     if (o->update == ft__sgd_update && !(o->hyper[0] >= 0 && o->hyper[0] < 1))
         return ft_error(FT_ERR_ARG, "SGD wants a momentum in [0, 1), not %g", o->hyper[0]);
@@ -737,6 +765,47 @@ static ft_status ft__zero_config_check(const ft_zero_config *c)
 static ft_dtype ft__zero_resolve(ft_zero_dtype wanted, ft_dtype dtype)
 {
     return wanted == FT_ZERO_F32 ? FT_F32 : wanted == FT_ZERO_BF16 ? FT_BF16 : dtype;
+}
+
+static uint64_t ft__zero_mix(uint64_t hash, uint64_t value)
+{
+    return (hash ^ value) * 1099511628211u;
+}
+
+static uint64_t ft__zero_mix_bytes(uint64_t hash, const void *bytes, size_t n)
+{
+    for (size_t i = 0; i < n; i++) hash = ft__zero_mix(hash, ((const unsigned char *)bytes)[i]);
+    return hash;
+}
+
+/* What must be equal is said in the text, which a refusal shows for every rank, and hashed in the
+   value, with all digits. */
+static ft_status ft__zero_agree(ft_group *group, const char *text, uint64_t hash)
+{
+    return ft_agree(group, text, ft__zero_mix_bytes(hash, text, strlen(text)));
+}
+
+/* The whole world must share them: replicas that clip, decay or update differently drift apart, and
+   stages that reduce differently wait for each other. */
+static ft_status ft__zero_agree_options(const ft_zero *z, const ft_mesh *mesh)
+{
+    const ft_zero_config *c = &z->config;
+    const ft_zero_optimizer *o = &c->optimizer;
+    uint64_t hash = 1469598103934665603u;
+    char text[512];
+    hash = ft__zero_mix_bytes(hash, &c->weight_decay, sizeof c->weight_decay);
+    hash = ft__zero_mix_bytes(hash, &c->grad_clip, sizeof c->grad_clip);
+    hash = ft__zero_mix_bytes(hash, o->hyper, sizeof o->hyper);
+    snprintf(text, sizeof text,
+             "ZeRO: dp %d x tp %d x pp %d, stage %d, %s, prefetch %d, reduce_overlap %s, "
+             "keep_gathered %d, accumulate %s, reduce %s, %d ranks share a state, %s (%d states; "
+             "%g, %g, %g, %g, %g, %g), weight_decay %g, grad_clip %g", mesh->size[FT_AXIS_DP],
+             mesh->size[FT_AXIS_TP], mesh->size[FT_AXIS_PP], c->stage, ft_dtype_name(c->dtype),
+             c->prefetch, c->reduce_overlap == FT_OFF ? "off" : "on", c->keep_gathered != 0,
+             ft_dtype_name(z->accumulate_dtype), ft_dtype_name(z->reduce_dtype), z->D, o->name,
+             o->n_state, o->hyper[0], o->hyper[1], o->hyper[2], o->hyper[3], o->hyper[4],
+             o->hyper[5], c->weight_decay, c->grad_clip);
+    return ft__zero_agree(z->scalars, text, hash);
 }
 
 /* dp ranks first, first + stride, ... (n of them) as a group. */
@@ -760,6 +829,8 @@ static ft_status ft__zero_groups(ft_zero *z, const ft_mesh *mesh)
     z->rank = d % D;
     z->dp = dp;
     z->dp_rank = d;
+    FT_TRY(ft_group_strided(z->ctx, "zero scalars", 0, 1, ft_world(z->ctx), &z->scalars));
+    FT_TRY(ft__zero_agree_options(z, mesh)); /* before groups that the mesh decides */
     FT_TRY(ft__zero_subgroup(z, mesh, "zero gather", d - d % D, 1, D, &z->gather));
     FT_TRY(ft__zero_subgroup(z, mesh, "zero reduce", d - d % D, 1, D, &z->reduce));
     if (D < dp) FT_TRY(ft__zero_subgroup(z, mesh, "zero replicas", d % D, D, dp / D, &z->replicas));
@@ -767,8 +838,10 @@ static ft_status ft__zero_groups(ft_zero *z, const ft_mesh *mesh)
     if (mesh->size[FT_AXIS_TP] > 1)
         FT_TRY(ft_mesh_group(z->ctx, mesh, FT_AXIS_TP, "zero tp", &z->tp));
     z->tp_rank = mesh->coord[FT_AXIS_TP];
+    z->pp = mesh->size[FT_AXIS_PP];
+    z->pp_rank = mesh->coord[FT_AXIS_PP];
     z->counts_tokens = z->tp_rank == 0 && mesh->coord[FT_AXIS_PP] == 0;
-    return ft_group_strided(z->ctx, "zero scalars", 0, 1, ft_world(z->ctx), &z->scalars);
+    return FT_OK;
 }
 
 static void ft__zero_update_rows(ft_zero *z)
@@ -794,6 +867,8 @@ FT_API ft_status ft_zero_create(ft_ctx *ctx, const ft_zero_config *config, const
     z->ctx = ctx;
     z->config = *config;
     if (z->config.reduce_overlap == FT_DEFAULT) z->config.reduce_overlap = FT_ON;
+    z->accumulate_dtype = ft__zero_resolve(config->accumulate_dtype, config->dtype);
+    z->reduce_dtype = ft__zero_resolve(config->reduce_dtype, config->dtype);
     FT_TRY(ft__zero_groups(z, mesh));
     z->shards_weights = config->stage == 3 && z->D > 1;
     z->shards_grads = config->stage >= 2 && z->D > 1;
@@ -804,8 +879,6 @@ FT_API ft_status ft_zero_create(ft_ctx *ctx, const ft_zero_config *config, const
     z->spans_end = &z->spans;
     z->norm_end = &z->norm_spans;
     z->unfreed = -1;
-    z->accumulate_dtype = ft__zero_resolve(config->accumulate_dtype, config->dtype);
-    z->reduce_dtype = ft__zero_resolve(config->reduce_dtype, config->dtype);
     ft__zero_update_rows(z);
     for (int k = 0; k < 2; k++) FT_TRY(ft_op_register(ctx, &z->update_rows[k]));
     for (int i = 0; i < FT__ROWS; i++) FT_TRY(ft_op_register(ctx, &ft__zero_rows[i]));
@@ -924,8 +997,7 @@ static ft_dtype ft__zero_full_dtype(const ft_zero *z)
 }
 
 /* Gradients get storage when they are needed; optimizer state has it always: [Z0] of the whole
-   flat,
-   [Z1-Z3] of the shard. */
+   flat, [Z1-Z3] of the shard. */
 static ft_status ft__flat_training(ft_zero *z, ft__zero_flat *f)
 {
     ft_status status = FT_OK;
@@ -1057,46 +1129,62 @@ static ft_status ft__zero_scalars(ft_zero *z)
     return ft_fill(z->updates, 0, z->compute);
 }
 
-static uint64_t ft__zero_mix(uint64_t hash, uint64_t value)
+/* Parameters of a unit (-1: of all), those whose flags have one of `flags` (0: all): how many, how
+   many elements, and a number that differs where names, shapes or flags do. */
+static uint64_t ft__zero_params_hash(const ft_zero *z, int unit, int flags, int *n, int64_t *elems)
 {
-    return (hash ^ value) * 1099511628211u;
-}
-
-static uint64_t ft__zero_mix_bytes(uint64_t hash, const void *bytes, size_t n)
-{
-    for (size_t i = 0; i < n; i++) hash = ft__zero_mix(hash, ((const unsigned char *)bytes)[i]);
-    return hash;
-}
-
-/* A number that differs where ranks describe different models or options. */
-static uint64_t ft__zero_description(const ft_zero *z)
-{
-    const ft_zero_config *c = &z->config;
     uint64_t hash = 1469598103934665603u;
-    int64_t options[10];
-    double numbers[2];
-    options[0] = c->stage;
-    options[1] = c->dtype;
-    options[2] = c->prefetch;
-    options[3] = c->reduce_overlap;
-    options[4] = z->accumulate_dtype;
-    options[5] = z->reduce_dtype;
-    options[6] = z->D;
-    options[7] = c->optimizer.n_state;
-    options[8] = z->n_units;
-    options[9] = c->keep_gathered;
-    numbers[0] = c->weight_decay;
-    numbers[1] = c->grad_clip;
-    hash = ft__zero_mix_bytes(hash, options, sizeof options);
-    hash = ft__zero_mix_bytes(hash, numbers, sizeof numbers);
-    hash = ft__zero_mix_bytes(hash, c->optimizer.hyper, sizeof c->optimizer.hyper);
-    hash = ft__zero_mix_bytes(hash, c->optimizer.name, strlen(c->optimizer.name));
+    *n = 0;
+    *elems = 0;
     for (const ft__zero_param *p = z->params; p; p = p->next) {
-        hash = ft__zero_mix(ft__zero_mix(hash, (uint64_t)p->unit), (uint64_t)p->flags);
-        hash = ft__zero_mix_bytes(hash, p->weight->name, strlen(p->weight->name));
+        if ((unit >= 0 && p->unit != unit) || (flags && !(p->flags & flags))) continue;
+        hash = ft__zero_mix(hash, (uint64_t)p->flags);
+        hash = ft__zero_mix_bytes(hash, p->weight->name, strlen(p->weight->name) + 1);
         hash = ft__zero_mix_bytes(hash, p->weight->shape, sizeof p->weight->shape);
+        *elems += ft_numel(p->weight);
+        ++*n;
     }
     return hash;
+}
+
+static ft_status ft__zero_agree_unit(const ft_zero *z, int unit)
+{
+    const ft__zero_unit *u = &z->units[unit];
+    char text[256];
+    int n;
+    int64_t elems;
+    uint64_t hash = ft__zero_params_hash(z, unit, 0, &n, &elems);
+    snprintf(text, sizeof text, "ZeRO unit %d, %s: %d parameters of %lld elements, %lld of them "
+             "frozen, on %d tapes%s, shared by %d ranks; hash of names, shapes, flags", unit,
+             u->name, n, (long long)elems, (long long)u->flat[1].elems, u->tapes,
+             u->last ? ", a break after it" : "", u->share ? ft_group_size(u->share) : 1);
+    return ft__zero_agree(z->weights, text, hash);
+}
+
+/* What is reduced together is described alike: units over dp, parts over tp, copies over stages. */
+static ft_status ft__zero_agree_units(const ft_zero *z)
+{
+    char text[256];
+    int n;
+    int64_t elems;
+    uint64_t hash;
+    snprintf(text, sizeof text, "ZeRO: number of units %d", z->n_units);
+    FT_TRY(ft__zero_agree(z->weights, text, 0));
+    for (int u = 0; u < z->n_units; u++) FT_TRY(ft__zero_agree_unit(z, u));
+    if (z->tp) {
+        hash = ft__zero_params_hash(z, -1, FT_ZERO_PARTIAL, &n, &elems);
+        snprintf(text, sizeof text, "ZeRO: parameters of which tp ranks have parts: %d of %lld "
+                 "elements; hash of names, shapes, flags", n, (long long)elems);
+        FT_TRY(ft__zero_agree(z->tp, text, hash));
+    }
+    for (int u = 0; u < z->n_units; u++) {
+        if (!z->units[u].share) continue;
+        hash = ft__zero_params_hash(z, u, 0, &n, &elems);
+        snprintf(text, sizeof text, "ZeRO: a shared unit of %d parameters of %lld elements; hash "
+                 "of names, shapes, flags", n, (long long)elems);
+        FT_TRY(ft__zero_agree(z->units[u].share, text, hash));
+    }
+    return FT_OK;
 }
 
 FT_API ft_status ft_zero_commit(ft_zero *zero, ft_zero_init_fn init, void *user)
@@ -1104,8 +1192,7 @@ FT_API ft_status ft_zero_commit(ft_zero *zero, ft_zero_init_fn init, void *user)
     if (zero->committed || !zero->params)
         return ft_error(FT_ERR_STATE, "ft_zero_commit: %s", zero->committed ? "done already" :
                         "no parameters were added");
-    FT_TRY(ft_agree(zero->weights, "the description of units and ZeRO options",
-                    ft__zero_description(zero)));
+    FT_TRY(ft__zero_agree_units(zero));
     for (int u = 0; u < zero->n_units; u++)
         for (int k = 0; k < 2; k++) {
             ft__zero_flat *f = &zero->units[u].flat[k];
@@ -1208,7 +1295,7 @@ FT_API ft_status ft_zero_import(ft_zero *zero, ft_tensor *param, int64_t first, 
     FT_TRY(ft__zero_range(zero, param, first, n, &p));
     ft__zero_unit *u = &zero->units[p->unit];
     ft__zero_flat *f = &u->flat[p->flags & FT_ZERO_FROZEN ? 1 : 0];
-    FT_TRY(ft_stream_wait(zero->compute, u->gather_done)); /* [E2] [E5] a gather reads and writes it */
+    FT_TRY(ft_stream_wait(zero->compute, u->gather_done)); /* [E2] [E5] gathers read and write it */
     for (int64_t at = 0; at < n; at += FT__CHUNK_ELEMS) {
         int64_t piece = n - at < FT__CHUNK_ELEMS ? n - at : FT__CHUNK_ELEMS;
         ft_tensor *part;
@@ -1638,6 +1725,7 @@ FT_API ft_status ft_zero_enter(ft_zero *zero, int unit, int flags)
         r->tape = ft_tape_current(zero->ctx);
         r->unit = unit;
         r->keep = flags & FT_ZERO_KEEP;
+        r->holds = 1;
         r->need_before = ft__unit_need(&zero->units[unit]);
         FT_TRY(ft_tape_mark(zero->ctx, ft__region_passed, r));
         zero->open_region[zero->n_open] = r;
@@ -1660,6 +1748,7 @@ FT_API ft_status ft_zero_leave(ft_zero *zero, int unit)
         zero->regions = r;
         FT_TRY(ft_tape_mark(zero->ctx, ft__region_reached, r));
         if (r->keep) return FT_OK; /* [Z3.4] the backward that follows takes it over */
+        r->holds = 0;
     }
     return ft_zero_release(zero, unit);
 }
@@ -1670,10 +1759,41 @@ static ft_status ft__region_reached(ft_ctx *ctx, void *user, ft_phase phase)
 {
     ft__region *r = (ft__region *)user;
     (void)ctx;
-    if (phase == FT_PHASE_WEIGHTS) return FT_OK;
-    if (phase == FT_PHASE_INPUTS) r->zero->first_halves++;
-    if (r->reads && !r->keep) FT_TRY(ft_zero_gather(r->zero, r->unit));
+    if (phase == FT_PHASE_WEIGHTS || phase == FT_PHASE_DROPPED) return FT_OK;
+    if (phase == FT_PHASE_INPUTS) {
+        r->zero->first_halves++;
+        r->halved = 1;
+    }
+    if (r->reads && !r->holds) {
+        FT_TRY(ft_zero_gather(r->zero, r->unit));
+        r->holds = 1;
+    }
     return ft__prefetch_backward(r->zero, r);
+}
+
+/* Takes a closed region off the list. */
+static void ft__region_unlink(ft__region *r)
+{
+    ft__region **link = &r->zero->regions;
+    while (*link && *link != r) link = &(*link)->older;
+    if (*link) *link = r->older;
+}
+
+/* The tape was emptied without this region's backward, whether it was left or is open still. */
+static ft_status ft__region_dropped(ft_ctx *ctx, ft__region *r)
+{
+    ft_zero *z = r->zero;
+    int unit = r->unit, holds = r->holds, at = 0;
+    while (at < z->n_open && z->open_region[at] != r) at++;
+    if (at < z->n_open) z->n_open--;
+    for (; at < z->n_open; at++) {
+        z->open[at] = z->open[at + 1];
+        z->open_region[at] = z->open_region[at + 1];
+    }
+    z->first_halves -= r->halved;
+    ft__region_unlink(r);
+    ft_host_free(ctx, r);
+    return holds ? ft_zero_release(z, unit) : FT_OK;
 }
 
 /* The region's last gradients are there. The unit's backward is over when no other region of it
@@ -1682,10 +1802,8 @@ static ft_status ft__region_reached(ft_ctx *ctx, void *user, ft_phase phase)
 static ft_status ft__region_over(ft_ctx *ctx, ft__region *r)
 {
     ft_zero *z = r->zero;
-    ft__region **link = &z->regions;
     int unit = r->unit, waiting = 0;
-    while (*link && *link != r) link = &(*link)->older;
-    if (*link) *link = r->older;
+    ft__region_unlink(r);
     for (ft__region *other = z->regions; other; other = other->older)
         waiting |= other->tape == r->tape && other->unit == unit;
     ft_host_free(ctx, r);
@@ -1705,11 +1823,12 @@ static ft_status ft__region_over(ft_ctx *ctx, ft__region *r)
 static ft_status ft__region_passed(ft_ctx *ctx, void *user, ft_phase phase)
 {
     ft__region *r = (ft__region *)user;
-    if (phase != FT_PHASE_WEIGHTS && (r->reads || r->keep))
-        FT_TRY(ft_zero_release(r->zero, r->unit));
+    if (phase == FT_PHASE_DROPPED) return ft__region_dropped(ctx, r);
+    if (r->holds) FT_TRY(ft_zero_release(r->zero, r->unit));
+    r->holds = 0;
     if (phase == FT_PHASE_INPUTS) {
         r->zero->first_halves--;
-        r->keep = 0; /* released: nothing is left to give back */
+        r->halved = r->keep = 0;
         return FT_OK;
     }
     return ft__region_over(ctx, r);
@@ -1752,7 +1871,8 @@ static ft_status ft__step_settle(ft_zero *z)
 {
     for (int u = 0; u < z->n_units; u++) {
         if (!z->units[u].flat[0].elems) continue;
-        int left = z->shards_grads && u != z->unfreed && ft_tensor_present(z->units[u].flat[0].grad);
+        int left = z->shards_grads && u != z->unfreed &&
+                   ft_tensor_present(z->units[u].flat[0].grad);
         if (!z->units[u].reduced || left) FT_TRY(ft_zero_reduce(z, u));
         FT_TRY(ft__reduce_replicas(z, &z->units[u])); /* idle in the last micro-batch */
     }
@@ -1880,23 +2000,58 @@ static int64_t ft__unit_wire(const ft_zero *z, int unit)
            (int64_t)ft_dtype_bytes(z->config.dtype);
 }
 
-/* [Z3.5] The fullest window of 1 + prefetch units in a row; and a tied head, which has the
-   embedding, the last unit and what is prefetched for backward at once. */
-static size_t ft__formula_gather(const ft_zero *z, int tied)
+/* [Z3.4] The head's units, which stay from forward to backward: the last one, and a tied table's
+   copy after it or, without a pipeline, the first unit. */
+static int ft__formula_kept(const ft_zero *z, const ft_zero_use *use, int unit)
 {
-    size_t most = 0, head = ft__unit_full_bytes(z, 0);
+    int copy = use->tied && z->pp > 1, last = z->n_units - 1;
+    if (z->pp_rank < z->pp - 1) return 0;
+    return unit == last || (copy && unit == last - 1) || (use->tied && !copy && unit == 0);
+}
+
+/* The kept units that are not in first..last, and those that are. */
+static size_t ft__formula_window(const ft_zero *z, const ft_zero_use *use, int kept, int first,
+                                 int last)
+{
+    size_t bytes = 0;
+    for (int u = 0; u < z->n_units; u++)
+        if ((u >= first && u <= last) || (kept && ft__formula_kept(z, use, u)))
+            bytes += ft__unit_full_bytes(z, u);
+    return bytes;
+}
+
+/* [Z3.5] The fullest window of 1 + prefetch units in a row, in one stretch; and the head, with what
+   is prefetched for backward. Where micro-batches wait at the head, its units beside all. */
+static size_t ft__formula_gather(const ft_zero *z, const ft_zero_use *use)
+{
+    size_t most = 0;
+    int wait = use->forwards_first && use->micro_batches > 1, last = z->n_units - 1, top = last;
     if (!z->shards_weights) return 0;
-    for (int u = 0; u < z->n_units && z->config.keep_gathered; u++)
-        most += ft__unit_full_bytes(z, u);
-    if (z->config.keep_gathered) return most;
-    for (int u = 0; u < z->n_units; u++) {
-        size_t window = 0;
-        for (int i = 0; i <= z->config.prefetch; i++) window += ft__unit_full_bytes(z, u + i);
+    if (z->config.keep_gathered) return ft__formula_window(z, use, 0, 0, last);
+    for (int u = 0; u <= last; u++) {
+        int end = u;
+        while (end < last && end - u < z->config.prefetch && !z->units[end].last) end++;
+        size_t window = ft__formula_window(z, use, wait, u, end);
         if (window > most) most = window;
     }
-    for (int i = 0; i <= z->config.prefetch && i < z->n_units - 1; i++)
-        head += ft__unit_full_bytes(z, z->n_units - 1 - i);
-    return tied && head > most ? head : most;
+    while (top > 0 && ft__formula_kept(z, use, top - 1) && top - 1 > 0) top--;
+    int low = top; /* in backward: those before it that read weights, up to a break */
+    while (top - low < z->config.prefetch && low > 0 && !z->units[low - 1].last &&
+           !(low == 1 && z->pp_rank == 0)) low--;
+    size_t head = z->pp_rank == z->pp - 1 ? ft__formula_window(z, use, 1, low, last) : 0;
+    return head > most ? head : most;
+}
+
+/* Gathers of a unit in a step of stage 3. */
+static int64_t ft__formula_gathers(const ft_zero *z, const ft_zero_use *use, int unit)
+{
+    int64_t M = use->micro_batches, head = use->forwards_first ? 1 : M;
+    int embedding = unit == 0 && z->pp_rank == 0, kept = ft__formula_kept(z, use, unit);
+    if (z->config.keep_gathered) return 1; /* [Z3.6] */
+    if (!kept) return embedding ? M : 2 * M;
+    if (!embedding || z->n_units == 1) return head;
+    /* Tied: gathered for the embedding, and again for the head, which, kept, serves both later. */
+    return use->forwards_first ? 2 : 2 * M;
 }
 
 /* [Z2.4] Shards collect while backward goes down the units; on top come the unit at work and, with
@@ -1939,41 +2094,37 @@ static size_t ft__formula_comm(const ft_zero *z, const ft__zero_flat *f, int mic
     return unlike || micro_batches > 1 ? ft_accounted_bytes((size_t)f->shard * e) : 0;
 }
 
-FT_API ft_status ft_zero_formula_get(const ft_zero *zero, int micro_batches, int tied,
+FT_API ft_status ft_zero_formula_get(const ft_zero *zero, const ft_zero_use *use,
                                      ft_zero_formula *out)
 {
     size_t e = ft_dtype_bytes(zero->config.dtype);
-    int stage = zero->config.stage, last = zero->n_units - 1;
+    int stage = zero->config.stage;
     int states = zero->config.optimizer.n_state + (zero->config.dtype == FT_F32 ? 0 : 1);
-    int64_t weights = 0, trained = 0, reduced = 0, copies = zero->dp / zero->D, M = micro_batches;
+    int64_t trained = 0, reduced = 0, copies = zero->dp / zero->D, M = use->micro_batches;
     int64_t er = (int64_t)ft_dtype_bytes(zero->reduce_dtype);
     if (!zero->committed) return ft_error(FT_ERR_STATE, "formulas exist after ft_zero_commit");
     memset(out, 0, sizeof *out);
     for (int u = 0; u < zero->n_units; u++) {
         const ft__zero_flat *f = zero->units[u].flat;
-        size_t comm = ft__formula_comm(zero, &f[0], micro_batches);
+        size_t comm = ft__formula_comm(zero, &f[0], use->micro_batches);
         int64_t state = stage == 0 ? f[0].padded : f[0].shard;
         for (int k = 0; k < 2; k++)
             out->param += ft_accounted_bytes((size_t)(zero->shards_weights ? f[k].shard
                                                                            : f[k].padded) * e);
         out->optim += ft_accounted_bytes((size_t)state * 4) * (size_t)states;
         if (comm > out->comm_max) out->comm_max = comm;
-        weights += ft__unit_wire(zero, u);
+        if (stage == 3)
+            out->gather_sent += ft__formula_gathers(zero, use, u) * ft__unit_wire(zero, u);
         trained += f[0].shard * (zero->D - 1) * (int64_t)e;
         reduced += f[0].shard * (zero->D - 1) * er;
         out->replica_sent += 2 * f[0].shard * (copies - 1) / copies *
                              (zero->shards_grads ? (int64_t)ft_dtype_bytes(zero->accumulate_dtype)
                                                  : er);
     }
-    out->gather_max = ft__formula_gather(zero, tied);
-    out->grad_max = ft__formula_grad(zero, micro_batches, tied);
+    out->gather_max = ft__formula_gather(zero, use);
+    out->grad_max = ft__formula_grad(zero, use->micro_batches, use->tied && zero->pp == 1);
     out->reduce_sent = stage == 0 ? 2 * reduced : stage == 1 ? reduced : M * reduced;
     if (stage == 1 || stage == 2) out->gather_sent = trained;
-    if (stage == 3 && (zero->config.keep_gathered || last == 0)) /* one unit: kept from the start */
-        out->gather_sent = (zero->config.keep_gathered ? 1 : M) * weights;
-    else if (stage == 3)
-        out->gather_sent = M * (2 * weights - ft__unit_wire(zero, last) -
-                                (tied ? 0 : ft__unit_wire(zero, 0)));
     return FT_OK;
 }
 

@@ -13,9 +13,9 @@
       act         49920
       workspace   19456
       other        2816
+      sent           36 a step: all-gather, zero scalars
       sent        87168 a step: all-gather, zero gather
       sent        87168 a step: reduce-scatter, zero reduce
-      sent           36 a step: all-gather, zero scalars
 
    What to learn. Against 03_mlp_dp.c: weights belong to units, and sgd and all-reduce are gone. A
    rank keeps a quarter of the momentum (optim) and updates a quarter of the weights. It needs no

@@ -13,9 +13,9 @@
       act         49920
       workspace   19456
       other        2816
+      sent           36 a step: all-gather, zero scalars
       sent        87168 a step: all-gather, zero gather
       sent        87168 a step: reduce-scatter, zero reduce
-      sent           36 a step: all-gather, zero scalars
 
    What to learn. Against 04_mlp_zero1.c one line: stage 2. A unit's gradients are reduced and freed
    as soon as backward leaves the unit, so grad is a quarter, and two whole units: one is written

@@ -14,9 +14,9 @@
       gather      32768
       workspace   19456
       other        2816
+      sent           36 a step: all-gather, zero scalars
       sent       173184 a step: all-gather, zero gather
       sent        87168 a step: reduce-scatter, zero reduce
-      sent           36 a step: all-gather, zero scalars
 
    What to learn. Against 05_mlp_zero2.c one line: stage 3. A rank keeps a quarter of the weights
    (param); whole are only the running unit and the next (gather), so it pays where units are many.

@@ -137,7 +137,7 @@ int main(void)
     ft_config config = ft_config_default();
     config.timeline = 1;
     for (int kind = FT_SAC_NONE; kind <= FT_SAC_FULL; kind++) {
-        ft_sac sac = { (ft_sac_kind)kind, 0 };
+        ft_sac sac = { .kind = (ft_sac_kind)kind };
         if (ft_launch(&config, rank_main, &sac) != FT_OK) {
             fprintf(stderr, "error: %s\n", ft_last_error());
             return 1;

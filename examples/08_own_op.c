@@ -8,7 +8,7 @@
       step 1000  loss 0.1236
 
    What to learn. An op is a row: shapes, kernels, what its gradients read. So the tape can free for
-   it, replay it (07_recompute.c), plan it on meta. Next: train_llama.c, made of rows like this one.
+   it, replay it (07_recompute.c), plan it on meta. All of train_llama.c is made of such rows.
 
    LETTERS  N points, C hidden, V classes.
    License: MIT, see LICENSE. */

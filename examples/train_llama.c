@@ -1085,9 +1085,6 @@ static ft_status check_layout(program *p) {
                         "--sample needs a whole model on each rank: --tp 1 --pp 1");
     if (set->sample && set->token_dtype)
         return ft_error(FT_ERR_UNSUPPORTED, "--sample writes bytes: it needs --token-dtype bytes");
-    if (set->sac == SAC_BUDGET && set->pp > 1)
-        return ft_error(FT_ERR_UNSUPPORTED, "--sac budget=BYTES chooses for the layers of one rank: with "
-                        "--pp 2 or more take none, selective or full");
     if (set->eval_every && !set->eval_data.n)
         return ft_error(FT_ERR_ARG, "--eval-every needs --eval-data");
     return ft_tp_check((int)set->tp, (int)set->sequence_parallel, p->model.heads, p->model.kv_heads,
@@ -1243,9 +1240,9 @@ static ft_status choose_recompute(program *p, job *plan) {
     budget.user = plan;
     budget.sac = p->sac;
     FT_TRY(ft_sac_fit(&budget));
-    printf("budget  %s bytes: peak %s, %.3g flops recomputed a step and rank, found in %d runs\n",
+    printf("budget  %s bytes: peak %s, %.3g flops recomputed a step and rank%s, found in %d runs\n",
            thousands(p->set.sac_budget_bytes, text), thousands((int64_t)budget.peak_bytes, peak),
-           budget.recompute_flops, budget.runs);
+           budget.recompute_flops, budget.optimal ? "" : " (perhaps not the least)", budget.runs);
     return FT_OK;
 }
 

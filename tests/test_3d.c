@@ -65,7 +65,7 @@ typedef struct outcome {
     int units[RANKS];
     size_t after_forward[RANKS];             /* most act bytes at the end of a chunk's forward */
     float *table[RANKS];                     /* embedding or head of a tied model; NULL elsewhere */
-    int64_t table_elems;
+    int64_t table_elems[RANKS];
 } outcome;
 
 typedef struct rank { /* a rank's program */
@@ -82,6 +82,7 @@ typedef struct rank { /* a rank's program */
     ft_sac sac[16];
     int64_t first_layer[17];
     int step, me;
+    int shift;               /* of the first cut of the layers */
 } rank;
 
 static layout layout_default(void)
@@ -96,6 +97,7 @@ static layout layout_default(void)
     return l;
 }
 
+static int is_tied(const layout *l) { return l->model == TIED || l->model == TIED_QK_NORM; }
 static int chunks(const layout *l) { return l->kind == FT_PP_INTERLEAVED ? 2 : 1; }
 static int world(const layout *l) { return l->dp * l->tp * l->pp; }
 static int rows_of(const layout *l) { return l->batch / (l->dp * l->M); } /* B */
@@ -196,6 +198,7 @@ static ft_status create_model(rank *r)
     FT_TRY(ft_tp_check(l->tp, l->sp, config.heads, config.kv_heads, config.intermediate, rows_of(l),
                        l->T));
     FT_TRY(ft_pp_layers_uniform(l->layers, l->pp * chunks(l), r->first_layer));
+    r->first_layer[1] += r->shift;
     if (l->tp > 1) FT_TRY(ft_tp_create(r->ctx, &r->mesh, l->sp, &r->tp));
     zero.stage = l->stage;
     zero.weight_decay = 0.1;
@@ -256,7 +259,7 @@ static ft_status keep_table(rank *r)
     float *values = (float *)calloc((size_t)n, sizeof *values);
     if (!values) return FT_ERR_OOM;
     r->out->table[r->me] = values;
-    r->out->table_elems = n;
+    r->out->table_elems[r->me] = n;
     return ft_zero_export(r->zero, table, 0, n, values);
 }
 
@@ -297,7 +300,8 @@ static ft_status rank_main(ft_ctx *ctx, void *user)
     FT_TRY(ft_sync(ctx));
     ft_mem_get(ctx, &r.out->mem[r.me]);
     add_traffic(&r, 1);
-    FT_TRY(ft_zero_formula_get(r.zero, r.l->M, 0, &r.out->formula[r.me]));
+    ft_zero_use use = {r.l->M, is_tied(r.l), r.l->kind == FT_PP_GPIPE};
+    FT_TRY(ft_zero_formula_get(r.zero, &use, &r.out->formula[r.me]));
     if (ft_ctx_device(ctx) == FT_META) return FT_OK;
     if (r.l->tables) FT_TRY(keep_table(&r));
     FT_TRY(ft_llama_hash(r.model, &hash));
@@ -377,8 +381,6 @@ static void assert_near(const layout *l, const char *what, int step, double got,
         fail_msg("%s: %s of step %d is %.9g, one rank has %.9g (%.2g off)", describe(l), what, step,
                  got, want, fabs(got / want - 1));
 }
-
-static int is_tied(const layout *l) { return l->model == TIED || l->model == TIED_QK_NORM; }
 
 /* Loss and norm of every step are those of one rank, and bitwise the same on all ranks. */
 static void assert_like(const layout *l, const outcome *out, const outcome *one)
@@ -616,7 +618,7 @@ static void assert_tables_equal(const layout *l, const outcome *out)
         assert_non_null(last);
         assert_ptr_not_equal(first, last);
         assert_true(first[0] != 0);
-        if (memcmp(first, last, (size_t)out->table_elems * sizeof *first))
+        if (memcmp(first, last, (size_t)out->table_elems[r] * sizeof *first))
             fail_msg("%s: the tied copies of ranks %d and %d differ", describe(l), r, r + apart);
     }
 }
@@ -792,7 +794,7 @@ static void check_traffic(const layout *l)
         assert_sent(l, out, r, "zero tp", zero_tp_bytes(l, p));
         assert_sent(l, out, r, "zero reduce", out->formula[r].reduce_sent);
         assert_sent(l, out, r, "zero scalars", 12 * (world(l) - 1));
-        if (l->stage < 3) assert_sent(l, out, r, "zero gather", out->formula[r].gather_sent);
+        assert_sent(l, out, r, "zero gather", out->formula[r].gather_sent);
     }
     drop(out);
 }
@@ -827,33 +829,53 @@ static int64_t unit_wire(const layout *l, int unit)
     return shard * (l->dp - 1) * 4;
 }
 
-/* Stage 3, untied, 1f1b and zb-h1: a layer is gathered for forward and for backward, the embedding
-   for forward, the last unit once for both; with keep_gathered everything once a step. */
+/* By the manual: a layer is gathered for forward and for backward, the embedding for forward, the
+   head's units once for both, which under gpipe is once for all micro-batches; and with
+   keep_gathered everything once. Untied, without the formula's help. */
+static int64_t gathers_by_hand(const layout *l, int p)
+{
+    int first = p == 0, last = p == l->pp - 1;
+    int64_t layers = l->layers / l->pp * unit_wire(l, 1);
+    int64_t head = last ? unit_wire(l, 2) : 0, table = first ? unit_wire(l, 0) : 0;
+    if (l->keep_gathered) return layers + head + table;
+    return l->M * (2 * layers + table) + (l->kind == FT_PP_GPIPE ? 1 : l->M) * head;
+}
+
+/* Every schedule, stage and pipeline, tied and not, kept and not, with and without prefetch and
+   replays: the formula is what was sent, and what is gathered at most. */
 static void test_gathers(void **state)
 {
+    int n = 0;
     (void)state;
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < FT_PP_KIND_COUNT * 4 * 3 * 2 * 2 * 2 * 2 * 2; i++) {
         layout l = layout_default();
+        int k = i;
+        l.kind = (ft_pp_kind)(k % FT_PP_KIND_COUNT), k /= FT_PP_KIND_COUNT;
+        l.stage = k % 4, k /= 4;
+        l.pp = 1 << k % 3, k /= 3;
+        l.keep_gathered = k % 2, k /= 2;
+        l.model = k % 2 ? TIED : UNTIED, k /= 2;
+        l.M = k % 2 ? 4 : 1, k /= 2;
+        l.lean = k % 2, k /= 2;
+        l.sac = k % 2 ? FT_SAC_FULL : FT_SAC_NONE;
         l.dp = 2;
-        l.pp = 1 << i % 3;
-        l.stage = 3;
-        l.M = i % 4 == 3 ? 2 : 4;
-        l.kind = i / 4 % 2 ? FT_PP_ZB_H1 : FT_PP_1F1B;
-        l.keep_gathered = i / 8;
-        l.lean = i % 2;
+        if (l.kind == FT_PP_INTERLEAVED && l.M % l.pp) continue;
+        if (l.keep_gathered && l.stage < 3) continue;
         outcome *out = plan(&l);
         for (int r = 0; r < world(&l); r++) {
-            int p = stage_of(&l, r), first = p == 0, last = p == l.pp - 1;
-            int64_t layers = l.layers / l.pp * unit_wire(&l, 1);
-            int64_t ends = (first ? unit_wire(&l, 0) : 0) + (last ? unit_wire(&l, 2) : 0);
-            assert_sent(&l, out, r, "zero gather", l.keep_gathered ? layers + ends
-                                                                   : l.M * (2 * layers + ends));
-            size_t most = out->mem[r].highest[FT_TAG_GATHER];
-            if (l.keep_gathered) assert_int_equal(most, out->formula[r].gather_max);
-            else assert_true(most <= out->formula[r].gather_max);
+            const ft_zero_formula *f = &out->formula[r];
+            int64_t want = f->gather_sent;
+            assert_sent(&l, out, r, "zero gather", want);
+            if (l.stage == 3 && !is_tied(&l))
+                assert_sent(&l, out, r, "zero gather", gathers_by_hand(&l, stage_of(&l, r)));
+            if (out->mem[r].highest[FT_TAG_GATHER] != f->gather_max)
+                fail_msg("%s: rank %d gathers %zu bytes at most, the formula says %zu",
+                         describe(&l), r, out->mem[r].highest[FT_TAG_GATHER], f->gather_max);
         }
         drop(out);
+        n++;
     }
+    print_message("           %d layouts\n", n);
 }
 
 /* -------------------------------------------------------------------------------------- memory */
@@ -1073,6 +1095,86 @@ static void test_refused_launches(void **state)
     assert_refused(&l, FT_ERR_ARG, "2", "4");
 }
 
+/* One rank, or one stage, creates another layout. */
+typedef struct odd {
+    layout l[2];
+    int first, last; /* ranks that have l[1] */
+    int shifted;     /* and cut their layers differently */
+    ft_status status[RANKS];
+    char text[RANKS][1024];
+} odd;
+
+static ft_status create_odd(ft_ctx *ctx, void *user)
+{
+    odd *o = (odd *)user;
+    outcome out;
+    rank r;
+    memset(&r, 0, sizeof r);
+    memset(&out, 0, sizeof out);
+    r.ctx = ctx;
+    r.me = ft_rank(ctx);
+    int other = r.me >= o->first && r.me <= o->last;
+    r.l = &o->l[other];
+    r.out = &out;
+    r.shift = o->shifted && other;
+    o->status[r.me] = create(&r);
+    if (o->status[r.me]) snprintf(o->text[r.me], sizeof o->text[r.me], "%s", ft_last_error());
+    return o->status[r.me];
+}
+
+static void assert_odd(const odd *given, const char *a, const char *b)
+{
+    odd o = *given;
+    ft_config config = ft_config_default();
+    char odds[32];
+    config.world = world(&o.l[0]);
+    config.timeout_s = 20;
+    (void)ft_launch(&config, create_odd, &o);
+    if (o.first == o.last) snprintf(odds, sizeof odds, "; rank %d: ", o.first);
+    else snprintf(odds, sizeof odds, "; ranks %d, ", o.first);
+    for (int r = 0; r < config.world; r++)
+        if (o.status[r] != FT_ERR_COMM || !strstr(o.text[r], a) || !strstr(o.text[r], b) ||
+            !strstr(o.text[r], odds) || !strstr(o.text[r], "; ranks 0, 1, "))
+            fail_msg("rank %d of %s: %s: \"%s\" (wanted \"%s\", \"%s\", \"%s\")", r,
+                     describe(&o.l[0]), ft_status_name(o.status[r]), o.text[r], a, b, odds);
+}
+
+/* What the whole world must share is compared over the world, and every rank learns who differs. */
+static void test_ranks_that_disagree(void **state)
+{
+    odd o, same;
+    (void)state;
+    memset(&same, 0, sizeof same);
+    same.l[0] = layout_default();
+    same.l[0].dp = same.l[0].tp = same.l[0].pp = 2;
+    same.l[0].M = 2;
+    same.l[1] = same.l[0];
+    same.first = same.last = 5;
+    o = same;
+    o.l[1].kind = FT_PP_GPIPE;
+    assert_odd(&o, "1f1b", "gpipe");
+    o = same;
+    o.l[1].M = 4;
+    assert_odd(&o, "2 micro-batches", "4 micro-batches");
+    o = same;
+    o.l[1].model = UNTIED_BIAS;
+    assert_odd(&o, "biases 0 0 0", "biases 1 0 0");
+    o = same;
+    o.l[1].stage = 1;
+    assert_odd(&o, "stage 0", "stage 1");
+    o = same;
+    o.l[1].kind = FT_PP_INTERLEAVED;
+    assert_odd(&o, "1 chunks", "2 chunks");
+    o = same;
+    o.shifted = 1;
+    assert_odd(&o, "layers from 0 4", "layers from 0 5");
+    o = same;
+    o.first = 4; /* all of stage 1, so that each tp group agrees */
+    o.last = 7;
+    o.l[1].sp = 1;
+    assert_odd(&o, "sequence parallelism 0", "sequence parallelism 1");
+}
+
 static ft_status create_undivided(ft_ctx *ctx, void *user)
 {
     ft_llama_config config = ft_llama_config_default();
@@ -1106,6 +1208,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_refusals),
         cmocka_unit_test(test_refused_launches),
         cmocka_unit_test(test_model_refuses),
+        cmocka_unit_test(test_ranks_that_disagree),
         cmocka_unit_test(test_pairwise),
         cmocka_unit_test(test_stages_agree),
         cmocka_unit_test(test_initial_weights),

@@ -85,8 +85,8 @@ done
 wait
 for file in examples/[0-9]*.c; do check_example "$file"; done
 
-# From one rank to ZeRO-3 the loss is the same at every step shown.
-for name in 03_mlp_dp 04_mlp_zero1 05_mlp_zero2 06_mlp_zero3; do
+# From one rank to ZeRO-3, and to a pipeline, the loss is the same at every step shown.
+for name in 03_mlp_dp 04_mlp_zero1 05_mlp_zero2 06_mlp_zero3 09_mlp_pipeline; do
     for example in 02_mlp "$name"; do
         grep '^step' "$dir/$example" >"$dir/loss.$example" 2>/dev/null
     done
@@ -96,6 +96,15 @@ for name in 03_mlp_dp 04_mlp_zero1 05_mlp_zero2 06_mlp_zero3; do
         fail "$name" "its loss is not that of 02_mlp"
     fi
 done
+
+# Neither does it depend on how the same model is cut: each loss shown, as often as there are cuts.
+same_under_each() { # NAME CUTS EXPRESSION: sed's, for what is compared
+    counts=$(sed -n "$3" "$dir/$1" 2>/dev/null | sort | uniq -c | awk '{ print $1 }' | sort -u)
+    if [ "$counts" = "$2" ]; then pass "$1 has the same losses under each cut"
+    else fail "$1" "its losses depend on the cut" "$dir/$1"; fi
+}
+same_under_each 10_tp_block 5 's/.*\(loss .*\)/\1/p'
+same_under_each 11_llama_3d 2 '/^step/p'
 
 # ZeRO's stages are one number apart.
 for pair in "04_mlp_zero1 05_mlp_zero2" "05_mlp_zero2 06_mlp_zero3"; do

@@ -506,7 +506,8 @@ static ft_status rank_main(ft_ctx *ctx, void *user)
     FT_TRY(ft_sync(ctx));
     ft_mem_get(ctx, &j->out->mem[r.rank]);
     count_traffic(&r);
-    return ft_zero_formula_get(r.zero, s->micro_batches, 0, &j->out->formula[r.rank]);
+    ft_zero_use use = {s->micro_batches, 0, 0};
+    return ft_zero_formula_get(r.zero, &use, &j->out->formula[r.rank]);
 }
 
 static char described[200];
@@ -1322,7 +1323,8 @@ static ft_status one_unit(ft_ctx *ctx, void *user)
         ft_tensor_free(loss);
     }
     FT_TRY(ft_zero_step_end(zero, 0));
-    FT_TRY(ft_zero_formula_get(zero, M, 0, &formula));
+    ft_zero_use use = {M, 0, 0};
+    FT_TRY(ft_zero_formula_get(zero, &use, &formula));
     groups = ft_traffic_get(ctx, 8, rows);
     for (int g = 0; g < groups; g++)
         if (!strcmp(rows[g].group, "zero gather"))

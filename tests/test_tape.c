@@ -387,6 +387,7 @@ typedef struct entry {
     int in[3], out[2];
     unsigned want, saved, pins; /* saved and pins: FT_IN, FT_OUT bits still in force */
     int segment, deferred, done, replays, cheap_replays, forwards, backwards;
+    int late;            /* its forward ran inside its backward */
     int costs;           /* backwards that count flops: the halves of a split one count once */
     double flops;
 } entry;
@@ -593,6 +594,7 @@ static void model_gradients(model *m, entry *d, unsigned want)
     if (!want) return;
     if (d->deferred)
         for (int i = 0; i < d->row->n_out; i++) m->values[d->out[i]].computed = 1;
+    d->late = d->deferred;
     d->deferred = 0;
     if (d->row->flags & FT_OP_GRAD_SAME_01) shared = ++m->buffers;
     d->backwards += !(d->row->flags & FT_OP_GRAD_PASS);
@@ -657,7 +659,7 @@ static double model_flops(const model *m, int replay)
     double flops = 0;
     for (int n = 0; n < m->n_nodes; n++) {
         const entry *d = &m->nodes[n];
-        flops += d->flops * (replay ? d->replays + d->cheap_replays : d->forwards);
+        flops += d->flops * (replay ? d->replays + d->cheap_replays : d->forwards + d->late);
     }
     return flops;
 }
@@ -856,7 +858,7 @@ struct execution {
     size_t base;
     ft_tensor *t[MOST];
     mark_at marks[MOST];
-    int passed;          /* marks that backward came to */
+    int passed, dropped; /* marks that backward came to; that a reset told */
     int reached;         /* in this walk of backward: the lowest node that is done */
     ft_mem_stats mem;
     ft_flops before;
@@ -889,6 +891,10 @@ static ft_status execution_mark(ft_ctx *ctx, void *user, ft_phase phase)
     const mark_at *at = (const mark_at *)user;
     execution *x = at->x;
     (void)ctx;
+    if (phase == FT_PHASE_DROPPED) {
+        x->dropped++;
+        return FT_OK;
+    }
     execution_advance(x, at->node, phase);
     x->passed++;
     ft_status status = execution_check(x);
@@ -1000,12 +1006,16 @@ static ft_status execution_backward(execution *x, manner how)
         FT_TRY(ft_backward_inputs(x->tape, root, droot));
         execution_advance(x, -1, FT_PHASE_INPUTS);
         FT_TRY(execution_check(x));
-        if (how == HALF) return ft_tape_reset(x->tape);
+        if (how == HALF) {
+            FT_TRY(ft_tape_reset(x->tape));
+            CHECK(x->passed == p->n_ops && x->dropped == p->n_ops);
+            return FT_OK;
+        }
         x->reached = x->m.n_nodes;
         FT_TRY(ft_backward_weights(x->tape));
         execution_advance(x, -1, FT_PHASE_WEIGHTS);
     }
-    CHECK(x->passed == (how == WHOLE ? 1 : 2) * p->n_ops);
+    CHECK(x->passed == (how == WHOLE ? 1 : 2) * p->n_ops && x->dropped == 0);
     return execution_gradients(x, root);
 }
 
@@ -1028,6 +1038,7 @@ static ft_status execution_run(execution *x, const ft_sac *sac, manner how)
     if (how != DROPPED) FT_TRY(execution_backward(x, how));
     if (how == WHOLE || how == SPLIT_IN_TWO) FT_TRY(execution_counts(x));
     if (how == DROPPED) FT_TRY(ft_tape_reset(x->tape));
+    if (how == DROPPED) CHECK(x->passed == 0 && x->dropped == x->p->n_ops);
     ft_tape_free(x->tape);
     for (int v = 0; v < LEAVES; v++) ft_tensor_free(x->t[v]);
     CHECK(live(x->ctx) == x->base);
@@ -1995,17 +2006,49 @@ static void two_tapes(void **state)
     run_on(FT_META, two_tapes_rank, NULL);
 }
 
-typedef struct passes { int order[8], n, fail_at; ft_tensor *w; int w_need[8]; } passes;
+typedef struct passes {
+    int order[8], n, fail_at;
+    ft_phase phase[8];
+    ft_tensor *w;
+    int w_need[8];
+} passes;
 typedef struct pass { passes *all; int number; } pass;
 
 static ft_status pass_mark(ft_ctx *ctx, void *user, ft_phase phase)
 {
-    (void)phase;
     const pass *p = (const pass *)user;
     (void)ctx;
+    p->all->phase[p->all->n] = phase;
     if (p->number == p->all->fail_at) return ft_error(FT_ERR_STATE, "mark %d fails", p->number);
     p->all->w_need[p->all->n] = ft_tensor_need(p->all->w);
     p->all->order[p->all->n++] = p->number;
+    return FT_OK;
+}
+
+/* A reset tells all marks, the last one first, while it records too; but not past one that fails,
+   which leaves the tape empty all the same. */
+static ft_status drop_marks(ft_ctx *ctx, pass *p, int fail_at)
+{
+    ft_tape *tape;
+    ft_tensor *x, *y;
+    passes *all = p[0].all;
+    FT_TRY(leaf_create(ctx, 0, 1, FT_TAG_PARAM, &x));
+    FT_TRY(ft_tape_create(ctx, &tape));
+    memset(all, 0, sizeof *all);
+    all->w = x;
+    all->fail_at = fail_at;
+    FT_TRY(ft_tape_begin(tape));
+    for (int i = 0; i < 3; i++) FT_TRY(ft_tape_mark(ctx, pass_mark, &p[i]));
+    FT_TRY(binary(ctx, MUL, x, x, &y));
+    if (fail_at == 1) REFUSED(ft_tape_reset(tape), FT_ERR_STATE, "mark 1 fails");
+    else FT_TRY(ft_tape_reset(tape));
+    CHECK(all->n == (fail_at == 1 ? 1 : 3) && !ft_tape_current(ctx) && ft_tensor_need(x) == 0);
+    for (int i = 0; i < all->n; i++)
+        CHECK(all->order[i] == 2 - i && all->phase[i] == FT_PHASE_DROPPED);
+    FT_TRY(ft_tape_reset(tape)); /* nothing is left to tell */
+    CHECK(all->n == (fail_at == 1 ? 1 : 3));
+    ft_tape_free(tape);
+    ft_tensor_free(x);
     return FT_OK;
 }
 
@@ -2043,10 +2086,18 @@ static ft_status marks_rank(ft_ctx *ctx, void *user)
         CHECK(all.order[0] == 2 && all.w_need[0] == 3);
         CHECK(fail_at == 1 || (all.order[1] == 1 && all.w_need[1] == 2));
         CHECK(fail_at == 1 || (all.order[2] == 0 && all.w_need[2] == 0));
-        ft_tape_free(tape);
-        CHECK(ft_tensor_need(x) == 0);
+        ft_tape_free(tape); /* mark 0 has not heard of a backward */
+        CHECK(ft_tensor_need(x) == 0 && all.phase[0] == FT_PHASE_WHOLE);
+        CHECK(all.n == (fail_at == 1 ? 2 : 3) && all.order[all.n - 1] == 0);
+        CHECK(all.phase[all.n - 1] == (fail_at == 1 ? FT_PHASE_DROPPED : FT_PHASE_WHOLE));
     }
-    return FT_OK;
+    FT_TRY(drop_marks(ctx, p, 9));
+    FT_TRY(drop_marks(ctx, p, 1));
+    /* The context's end calls none: these would be refused, and the launch with them. */
+    all.fail_at = 0;
+    FT_TRY(ft_tape_create(ctx, &tape));
+    FT_TRY(ft_tape_begin(tape));
+    return ft_tape_mark(ctx, pass_mark, &p[0]);
 }
 
 static void marks(void **state)
@@ -2064,7 +2115,9 @@ static ft_status deferred_case(ft_ctx *ctx, int read, int frozen, counts *c)
     ft_tensor *x, *h, *y;
     double want[N];
     float values[N];
+    ft_flops before, now;
     memset(c, 0, sizeof *c);
+    ft_flops_get(ctx, &before);
     FT_TRY(leaf_create(ctx, 0, !frozen, FT_TAG_PARAM, &x));
     FT_TRY(ft_tape_create(ctx, &tape));
     FT_TRY(ft_tape_begin(tape));
@@ -2086,6 +2139,12 @@ static ft_status deferred_case(ft_ctx *ctx, int read, int frozen, counts *c)
     FT_TRY(backward_of(ctx, tape, y));
     FT_TRY(ft_sync(ctx));
     if (on_cpu(ctx)) CHECK(c->forward[0] == read && c->backward[0] == 1);
+    /* One forward and one backward each, whichever kernel did them; SHIFT's has none to run. */
+    double both = kind_flops(SHIFT) + kind_flops(LATE);
+    ft_flops_get(ctx, &now);
+    CHECK(now.forward - before.forward == both);
+    CHECK(now.backward - before.backward == 2 * kind_flops(LATE));
+    CHECK(now.replay == before.replay);
     for (int i = 0; i < N; i++) {
         double a = (double)leaf_value(0, i) + 0.25;
         want[i] = a * a / 2;

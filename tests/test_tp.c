@@ -593,6 +593,11 @@ static ft_status loss_rank(ft_ctx *ctx, void *user)
     int64_t before = sent_bytes(ctx);
     FT_TRY(ft_backward(tape, loss, NULL));
     CHECK(sent_bytes(ctx) - before == stats + 2 * rows);
+    ft_flops flops; /* of this rank's part of the head: forward once, whether deferred or not */
+    int64_t per = (c->V + t - 1) / t, own = c->V - r * per; /* the padding costs nothing */
+    double product = 2.0 * SN * SC * (double)(own < 0 ? 0 : own < per ? own : per);
+    ft_flops_get(ctx, &flops);
+    CHECK(flops.forward == product && flops.backward == 2 * product && flops.replay == 0);
     FT_TRY(ft_download(loss, &value));
     memcpy(&c->bits[f][r], &value, 4);
     if (!(fabs((double)value - (double)c->loss) <= 1e-5 * fabs((double)c->loss)))

@@ -191,16 +191,18 @@ peak() {
     rm -f "$dir/peak"
     # shellcheck disable=SC2086
     run $small --device meta --memory-json "$dir/peak" $1
-    sed 's/.*"peak_bytes": *\([0-9]*\).*/\1/' "$dir/peak"
+    grep -o '"peak_bytes": *[0-9]*' "$dir/peak" | tr -dc '0-9\n' | sort -n | tail -n 1
 }
 half_way() { echo $((($(peak "$1 --sac none") + $(peak "$1 --sac full")) / 2)); }
 
 batch="--micro-batch-size 2 --dp 2"
+pipe="$batch --pp 2 --schedule zb-h1 --zero-stage 2 --micro-batches 4"
 # shellcheck disable=SC2086
 for layout in "--dp 1" "--dp 3 --zero-stage 0" "--dp 2 --zero-stage 1 --micro-batches 3" \
     "--dp 3 --zero-stage 2 --sac full --reduce-overlap 0" "--dp 4 --zero-stage 3 --sac selective" \
     "--dp 2 --zero-stage 3 --sac full --prefetch 0 --tie-embeddings --micro-batches 3" \
     "$batch --zero-stage 3 --sac budget=$(half_way "$batch --zero-stage 3")" \
+    "$pipe --sac budget=$(half_way "$pipe")" \
     "--dp 3 --zero-stage 3 --dtype bf16 --prefetch 2"; do
     name="plan is the run: $layout"
     rm -f "$dir/meta" "$dir/cpu"

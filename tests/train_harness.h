@@ -285,8 +285,11 @@ static inline ft_status th_finish(th_rank *r)
     ft_mem_get(r->ctx, &out->mem[r->rank]);
     th_traffic(r, 1);
     ft_flops_get(r->ctx, &out->flops[r->rank]);
-    FT_TRY(ft_zero_formula_get(r->zero, o->micro_batches, o->model.tie_embeddings,
-                               &out->formula[r->rank]));
+    ft_zero_use use;
+    memset(&use, 0, sizeof use);
+    use.micro_batches = o->micro_batches;
+    use.tied = o->model.tie_embeddings;
+    FT_TRY(ft_zero_formula_get(r->zero, &use, &out->formula[r->rank]));
     if (o->keep_weights) FT_TRY(th_weights(r));
     if (o->no_hash) return FT_OK;
     FT_TRY(ft_llama_hash(r->model, &hash));
