@@ -69,6 +69,10 @@ build/train_llama: examples/train_llama.c $(HEADERS) | compiler ## the single-fi
 	$(strip $(CC) -std=c11 -I. -O3 $(native) $(TRAINER_FEATURES) $< -o $@ $(TRAINER_LIBS) \
 	    $(SYSTEM_LIBS))
 
+# They run the trainer's own step on meta.
+build/memory_tables: examples/memory_tables.c examples/train_llama.c $(HEADERS) | compiler ## peak memory of 48 cells beside a log's
+	$(CC) -std=c11 -I. -O2 $< -o $@ $(SYSTEM_LIBS)
+
 # The project's own text, in an order that is the same everywhere; the first file begins the sample.
 RUN_DATA := $(HEADERS) $(sort $(wildcard examples/*.c tests/*.c tests/*.h tests/compile/* \
     tools/*.sh README.md Makefile))
@@ -128,6 +132,10 @@ build/asan/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
 build/tsan/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
 	@mkdir -p $(@D)
 	@$(call build_test,$(TSAN) $$FT_PLAIN_CFLAGS,$$FT_PLAIN_LIBS)
+
+# Tests that include a program.
+$(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_memory_tables): \
+    examples/memory_tables.c examples/train_llama.c
 
 build/asan/train_llama: examples/train_llama.c $(HEADERS) | compiler
 	@mkdir -p $(@D)

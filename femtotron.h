@@ -222,12 +222,17 @@ typedef struct ft_mem_stats {
     size_t highest[FT_TAG_COUNT];  /* each tag's own highest, at whatever moment */
     int64_t peak_moment;           /* index of the allocation that made the peak */
     char peak_where[96];           /* what ran then: "backward swiglu in layer.3" */
+    /* The same without workspace, which belongs to a backend: what can be compared across devices.
+       The two peaks may fall at different moments. */
+    size_t tensor_peak_bytes;      /* the most that all tags but workspace had together */
+    size_t at_tensor_peak[FT_TAG_COUNT]; /* by tag then: they add up to it; workspace is 0 here */
+    char tensor_peak_where[96];
 } ft_mem_stats;
 
 FT_API void ft_mem_get(const ft_ctx *ctx, ft_mem_stats *stats);
 /* The books as they stand, in the order of the program: no synchronisation. */
 FT_API void ft_mem_reset_peak(ft_ctx *ctx);
-/* The peak becomes what is live now. */
+/* Both peaks become what is live now. */
 
 typedef struct ft_mem_event {
     int64_t delta_bytes;    /* accounted: + an allocation, - a free */
@@ -2643,7 +2648,10 @@ FT_API void ft_mem_reset_peak(ft_ctx *ctx)
     memcpy(s->at_peak, s->live, sizeof s->live);
     memcpy(s->highest, s->live, sizeof s->live);
     s->peak_moment = ctx->memory->moments;
-    s->peak_where[0] = 0;
+    s->peak_where[0] = s->tensor_peak_where[0] = 0;
+    s->tensor_peak_bytes = s->live_bytes - s->live[FT_TAG_WORKSPACE];
+    memcpy(s->at_tensor_peak, s->live, sizeof s->live);
+    s->at_tensor_peak[FT_TAG_WORKSPACE] = 0;
 }
 
 FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events)
@@ -2681,18 +2689,31 @@ static void ft__timeline_add(ft_ctx *ctx, const ft_storage *st, int64_t delta)
     e->phase = ctx->where_phase ? ctx->where_phase : "";
 }
 
+/* "backward swiglu in layer.3" */
+static void ft__where_print(const ft_ctx *ctx, char *text, size_t text_bytes)
+{
+    const char *phase = ctx->where_phase ? ctx->where_phase : "";
+    const char *segment = ctx->where_segment_name;
+    snprintf(text, text_bytes, "%s%s%s%s%s", phase, *phase ? " " : "",
+             ctx->where_op ? ctx->where_op : "", segment ? " in " : "", segment ? segment : "");
+}
+
 static void ft__account_peak(ft_ctx *ctx)
 {
     ft_mem_stats *s = &ctx->memory->stats;
-    if (s->live_bytes <= s->peak_bytes) return;
-    s->peak_bytes = s->live_bytes;
-    memcpy(s->at_peak, s->live, sizeof s->live);
-    s->peak_moment = ctx->memory->moments;
-    snprintf(s->peak_where, sizeof s->peak_where, "%s%s%s%s%s",
-             ctx->where_phase ? ctx->where_phase : "",
-             ctx->where_phase && *ctx->where_phase ? " " : "", ctx->where_op ? ctx->where_op : "",
-             ctx->where_segment_name ? " in " : "",
-             ctx->where_segment_name ? ctx->where_segment_name : "");
+    size_t tensors = s->live_bytes - s->live[FT_TAG_WORKSPACE];
+    if (s->live_bytes > s->peak_bytes) {
+        s->peak_bytes = s->live_bytes;
+        memcpy(s->at_peak, s->live, sizeof s->live);
+        s->peak_moment = ctx->memory->moments;
+        ft__where_print(ctx, s->peak_where, sizeof s->peak_where);
+    }
+    if (tensors > s->tensor_peak_bytes) {
+        s->tensor_peak_bytes = tensors;
+        memcpy(s->at_tensor_peak, s->live, sizeof s->live);
+        s->at_tensor_peak[FT_TAG_WORKSPACE] = 0;
+        ft__where_print(ctx, s->tensor_peak_where, sizeof s->tensor_peak_where);
+    }
 }
 
 static const char *ft__where_text(const ft_ctx *ctx)

@@ -378,6 +378,7 @@ typedef struct job {
     rank_result *results;         /* [R] */
     ft_io_log *log;
     int live;                     /* progress as one line that is written over */
+    int quiet;                    /* no line for a step */
     int32_t *text;                /* [prompt + N]: the prompt, then what the model appends */
     int64_t prompt;
     int line_open;                /* the live line is not ended yet */
@@ -611,9 +612,10 @@ static ft_status report_step(job *work, const trainer *t, int64_t step, double l
     ft_mem_get(t->ctx, &memory);
     if (step == 1) work->first_loss = work->report.loss;
     if (work->live) print_bar(work, step);
-    printf("step %lld/%lld | loss %.4f | norm %.4f | lr %.3g | %.0f tok/s | peak %.2f MiB%s",
-           (long long)step, (long long)work->steps, work->report.loss, work->report.grad_norm, lr,
-           rate, mib(memory.peak_bytes), work->live ? " " : "\n");
+    if (!work->quiet)
+        printf("step %lld/%lld | loss %.4f | norm %.4f | lr %.3g | %.0f tok/s | peak %.2f MiB%s",
+               (long long)step, (long long)work->steps, work->report.loss, work->report.grad_norm,
+               lr, rate, mib(memory.peak_bytes), work->live ? " " : "\n");
     work->line_open = work->live;
     fflush(stdout);
     if (!work->log) return FT_OK;
@@ -1283,7 +1285,12 @@ static int output_written(void) {
     return 0;
 }
 
-int main(int argc, char **argv) {
+/* A program that includes this file, to run the same step, names main() otherwise. */
+#ifndef TRAIN_LLAMA_MAIN
+#define TRAIN_LLAMA_MAIN main
+#endif
+
+int TRAIN_LLAMA_MAIN(int argc, char **argv) {
     program p;
     /* A closed descriptor 1 would become the first file that is opened. */
     if (fcntl(STDOUT_FILENO, F_GETFD) < 0 || fcntl(STDERR_FILENO, F_GETFD) < 0) {
