@@ -202,8 +202,8 @@ typedef struct request { /* the command line of this program */
 
 static void print_head(const cell *c) {
     if (c->table == 1)
-        printf("\n  dp 8: hidden 1024, feed-forward 2048, 16 heads (4 kv), vocabulary 1024, %d layers,"
-               " seq %d, batch 8\n", c->layers, c->seq);
+        printf("\n  dp 8: hidden 1024, feed-forward 2048, 16 heads (4 kv), vocabulary 1024, "
+               "%d layers, seq %d, batch 8\n", c->layers, c->seq);
     else
         printf("\n  dp 2 x tp 2 x pp 2: hidden 2048, feed-forward 8192, 32 heads (8 kv), "
                "vocabulary 40960, %d layers,\n  seq %d, batch 8 in 4 micro-batches, 1F1B\n",

@@ -31,9 +31,10 @@ static void below_the_log_and_near_the_floor(void **state)
     for (int i = 0; i < CELLS; i++) {
         const cell *c = &cells[i];
         double ours = cell_mib(&planned[LEANEST][i]), most = 1.10 * c->floor_mib + 8;
-        if (!(ours < c->log_mib)) fail_msg("cell %d: %.1f MiB, the log has %d", i + 1, ours,
-                                           c->log_mib);
-        if (!(ours <= most)) fail_msg("cell %d: %.1f MiB, the floor allows %.1f", i + 1, ours, most);
+        if (!(ours < c->log_mib))
+            fail_msg("cell %d: %.1f MiB, the log has %d", i + 1, ours, c->log_mib);
+        if (!(ours <= most))
+            fail_msg("cell %d: %.1f MiB, the floor allows %.1f", i + 1, ours, most);
         logs += log(ours / c->log_mib);
     }
     if (!(exp(logs / CELLS) <= 0.70)) fail_msg("geometric mean %.3f", exp(logs / CELLS));
