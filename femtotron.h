@@ -3075,7 +3075,7 @@ FT_API ft_status ft_mem_phase_begin(ft_ctx *ctx, const char *name)
         return ft_error(FT_ERR_STATE, "phase %s begins inside phase %s: phases do not nest", name,
                         m->phase->name);
     if (m->phase) FT_TRY(ft__phase_whole(m)); /* the set-up */
-    if (m->phase) m->phase->recorded = 1;
+    if (m->phase && m->recording) m->phase->recorded = 1;
     m->phase = NULL;
     for (int i = 1; i < plan->n_phases; i++)
         if (strncmp(plan->phases[i].name, name, sizeof phase->name - 1) == 0)
@@ -3102,7 +3102,7 @@ FT_API ft_status ft_mem_phase_end(ft_ctx *ctx)
         return ft_error(FT_ERR_STATE, "phase %s does not end as it began: %lld of its allocations "
                         "are still live%s%s", m->phase->name, (long long)m->n_items_live,
                         m->stray[0] ? "; " : "", m->stray);
-    m->phase->recorded = 1;
+    if (m->recording) m->phase->recorded = 1; /* a placed plan is shared, and only read */
     m->phase = NULL;
     return FT_OK;
 }
@@ -3231,16 +3231,16 @@ static double ft__placer_key(const ft__item *item, int which)
     }
 }
 
-/* Good enough, or so long a list that another try would take seconds. */
-static int ft__placer_done(const ft__placer *p, int tries)
+/* Within 1 / `part` of the bound, or so long a list that another try would take seconds. */
+static int ft__placer_done(const ft__placer *p, int tries, size_t part)
 {
-    return p->best_top <= p->bound + p->bound / 500 || (double)p->n * tries > 1e6;
+    return p->best_top <= p->bound + p->bound / part || (tries && (double)p->n * tries > 3e5);
 }
 
 static void ft__placer_search(ft__placer *p)
 {
     int tries = 0, order = 0, fit = 0;
-    for (int k = 0; k < 8 && !ft__placer_done(p, tries); k++, tries++) {
+    for (int k = 0; k < 8 && !ft__placer_done(p, tries, 500); k++, tries++) {
         size_t before = p->best_top;
         for (int64_t i = 0; i < p->n; i++) {
             p->order[i].item = i;
@@ -3255,7 +3255,7 @@ static void ft__placer_search(ft__placer *p)
         p->order[i].key = ft__placer_key(&p->items[i], order);
     }
     qsort(p->order, (size_t)p->n, sizeof *p->order, ft__rank_of_cmp);
-    for (int k = 0; k < 64 && !ft__placer_done(p, tries); k++, tries++) {
+    for (int k = 0; k < 64 && !ft__placer_done(p, tries, 100); k++, tries++) {
         ft__placer_run(p, fit);
         int64_t i = 0, top = p->highest;
         while (i < p->n && p->order[i].item != top) i++;
@@ -3545,7 +3545,8 @@ static ft_status ft__slab_new(ft_ctx *ctx, size_t bytes, int small)
     return FT_OK;
 }
 
-/* Gives back chunks that are free as a whole: only where the device has no more. */
+/* Gives back chunks that are free as a whole: only where the device has no more. The error of the
+   caller stays. */
 static ft_status ft__cache_trim(ft_ctx *ctx)
 {
     ft__memory *m = ctx->memory;
@@ -3609,11 +3610,10 @@ static ft_status ft__cache_take(ft_ctx *ctx, ft_storage *st, ft_stream *home)
         size_t chunk = small ? (size_t)FT__SMALL_CHUNK : (size_t)FT__LARGE_CHUNK;
         if (bytes > chunk / 2)
             chunk = (bytes + FT__CHUNK_ROUND - 1) / FT__CHUNK_ROUND * FT__CHUNK_ROUND;
+        size_t held = m->chunk_bytes;
         ft_status status = ft__slab_new(ctx, chunk, small);
-        if (status == FT_ERR_OOM) {
-            FT_TRY(ft__cache_trim(ctx));
-            status = ft__slab_new(ctx, chunk, small);
-        }
+        if (status == FT_ERR_OOM) FT_TRY(ft__cache_trim(ctx));
+        if (m->chunk_bytes < held) status = ft__slab_new(ctx, chunk, small);
         FT_TRY(status);
         b = ft__cache_find(m, bytes);
     }
