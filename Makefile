@@ -92,6 +92,10 @@ build/gpu/test_kernels: tests/gpu/test_kernels.c build/femtotron_kernels.o $(HEA
 	@mkdir -p $(@D)
 	$(strip $(NVCC) -O2 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt)
 
+# They run the trainer's own step on meta.
+build/memory_tables: examples/memory_tables.c examples/train_llama.c $(HEADERS) | compiler ## peak memory of 48 cells beside a log's
+	$(CC) -std=c11 -I. -O2 $< -o $@ $(SYSTEM_LIBS)
+
 # The project's own text, in an order that is the same everywhere; the first file begins the sample.
 RUN_DATA := $(HEADERS) $(sort $(wildcard examples/*.c tests/*.c tests/*.h tests/compile/* \
     tools/*.sh README.md Makefile))
@@ -152,6 +156,10 @@ build/tsan/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
 	@mkdir -p $(@D)
 	@$(call build_test,$(TSAN) $$FT_PLAIN_CFLAGS,$$FT_PLAIN_LIBS)
 
+# Tests that include a program.
+$(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_memory_tables $(dir)/test_arena): \
+    examples/memory_tables.c examples/train_llama.c
+
 build/asan/train_llama: examples/train_llama.c $(HEADERS) | compiler
 	@mkdir -p $(@D)
 	$(CC) $(C_FLAGS) -g $(ASAN) $< -o $@ $(SYSTEM_LIBS)
@@ -163,7 +171,9 @@ RANK_TESTS ?= $(filter test_comm test_tp test_llama test_options test_3d,$(TESTS
 # in minutes. make async RANK_TESTS="...", make asan ASAN_TESTS="...", make tsan TSAN_TESTS="..." run others.
 ASAN_TESTS ?= $(filter test_comm test_io test_data test_ops test_tape test_llama test_options test_tp \
     test_pp_schedule,$(TESTS))
-TSAN_TESTS ?= $(filter test_comm test_tp test_data,$(TESTS))
+TSAN_TESTS ?= $(filter test_comm test_tp test_data test_arena,$(TESTS))
+# Tests that run again with the caching allocator: all that launch ranks.
+CACHING_TESTS ?= $(filter-out test_io test_data test_pp_schedule test_memory_tables test_arena,$(TESTS))
 
 RUN_TESTS = sh tools/run_tests.sh -t $(TEST_TIMEOUT)
 
@@ -194,6 +204,12 @@ async: ## multi-rank tests again, with streams as threads and random delays
 	@$(SUBMAKE) -k $(PARALLEL) $(addprefix build/,$(RANK_TESTS)) || true
 	@FT_CPU_ASYNC=1 FT_DELAY_US=200 $(RUN_TESTS) -l build/logs/async \
 	    $(addprefix build/,$(RANK_TESTS))
+
+.PHONY: caching
+caching: ## tests again, with memory from the caching allocator
+	@sh tools/deps.sh "$(CC)"
+	@$(SUBMAKE) -k $(PARALLEL) $(addprefix build/,$(CACHING_TESTS)) || true
+	@FT_ALLOCATOR=caching $(RUN_TESTS) -l build/logs/caching $(addprefix build/,$(CACHING_TESTS))
 
 .PHONY: asan
 asan: ## tests and trainer under AddressSanitizer and UBSan

@@ -17,7 +17,8 @@
        >>status      errors                       >>status.impl
        >>launch      ranks as threads             >>launch.impl
        >>streams     order of work                >>streams.impl
-       >>memory      the accounting allocator     >>memory.impl
+       >>memory      the accounting allocator     >>memory.impl (the books), >>plan.impl (what an
+                                                  arena holds where), >>serving.impl (memory)
        >>tensors     storage with a shape         >>tensors.impl
        >>groups      collectives                  >>groups.impl
        >>optable     what an op is                >>optable.impl
@@ -38,6 +39,8 @@
      FT_CPU_ASYNC=1   every stream of a CPU rank becomes a thread of its own. Slower; it makes a
                       missing ft_stream_wait visible, as a GPU would. Default off: work runs at
                       once.
+     FT_ALLOCATOR=system|caching   what FT_ALLOC_DEFAULT means; see >>memory. Default: system,
+                      on FT_GPU caching.
      FT_DELAY_US=N    sleep up to N microseconds, at random, before every collective and every copy.
                       For tests of the same kind. Default 0.
 
@@ -132,6 +135,12 @@ typedef enum ft_device { FT_CPU = 0, FT_META, FT_GPU } ft_device; /* FT_GPU: bui
 
 typedef enum ft_switch { FT_DEFAULT = 0, FT_ON, FT_OFF } ft_switch;
 
+typedef enum ft_allocator { /* how storage is served; see >>memory */
+    FT_ALLOC_DEFAULT = 0, FT_ALLOC_SYSTEM, FT_ALLOC_CACHING, FT_ALLOC_ARENA
+} ft_allocator;
+
+typedef struct ft_mem_plan ft_mem_plan;
+
 typedef struct ft_config {
     int world;            /* ranks; 0 means 1 */
     ft_device device;     /* FT_CPU, FT_META or FT_GPU */
@@ -143,6 +152,9 @@ typedef struct ft_config {
                              Shapes that it lacks are timed once and added, so that later runs take
                              the same and give the same bits. NULL: cuBLASLt's first advice */
     size_t memory_limit;  /* bytes of device memory per rank, accounted; 0: no limit */
+    ft_allocator allocator; /* FT_ALLOC_DEFAULT asks FT_ALLOCATOR */
+    ft_mem_plan *mem_plan;  /* meta: records allocations here, unless it is placed already;
+                               FT_ALLOC_ARENA: places them so. NULL: none */
     int timeline;         /* 1: keep every allocation and free for ft_mem_timeline; 48 bytes each */
     ft_switch async;      /* threads for streams; FT_DEFAULT asks FT_CPU_ASYNC */
     int delay_us;         /* random delay before collectives and copies; 0 asks FT_DELAY_US */
@@ -231,17 +243,23 @@ FT_API size_t ft_accounted_bytes(size_t bytes);
 
 typedef struct ft_mem_stats {
     size_t live_bytes, peak_bytes;
+    size_t reserved_bytes;         /* the most that caching or arena held of the device; else 0 */
     size_t live[FT_TAG_COUNT];     /* by tag, now */
     size_t at_peak[FT_TAG_COUNT];  /* by tag, at the moment of peak_bytes: they add up to it */
     size_t highest[FT_TAG_COUNT];  /* each tag's own highest, at whatever moment */
     int64_t peak_moment;           /* index of the allocation that made the peak */
     char peak_where[96];           /* what ran then: "backward swiglu in layer.3" */
+    /* The same without workspace, which belongs to a backend: what can be compared across devices.
+       The two peaks may fall at different moments. */
+    size_t tensor_peak_bytes;      /* the most that all tags but workspace had together */
+    size_t at_tensor_peak[FT_TAG_COUNT]; /* by tag then: they add up to it; workspace is 0 here */
+    char tensor_peak_where[96];
 } ft_mem_stats;
 
 FT_API void ft_mem_get(const ft_ctx *ctx, ft_mem_stats *stats);
 /* The books as they stand, in the order of the program: no synchronisation. */
 FT_API void ft_mem_reset_peak(ft_ctx *ctx);
-/* The peak becomes what is live now. */
+/* Both peaks become what is live now. */
 
 typedef struct ft_mem_event {
     int64_t delta_bytes;    /* accounted: + an allocation, - a free */
@@ -255,6 +273,56 @@ typedef struct ft_mem_event {
 
 FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events);
 /* The events kept since launch (config.timeline); their number is returned, 0 when off. */
+
+/* Where the bytes come from. What is live, and when, is the program's doing and the same in all
+   three; so are results.
+     system    each allocation from the system, and back. The CPU's default: sanitizers see every
+               byte.
+     caching   from big chunks that are kept, best fit. A block that was freed remembers on which
+               stream it was used last, and an event after that use; on another stream the next
+               owner's work waits for the event, and the host for nothing. Where a block lies
+               depends on the sequence of calls alone. For programs whose shapes vary.
+     arena     one allocation, in which every buffer has had its place since before the run: a run
+               of the same program on meta says what will be asked for and when it will be freed
+               (config.mem_plan), and ft_mem_plan_place finds the offsets. Fixed addresses; held
+               bytes within a few percent of the peak.
+   An arena's program says where its repeating parts begin and end (ft_mem_phase_begin, _end):
+   "step", "eval". What comes before the first phase is the set-up; what the set-up leaves live stays where
+   it is, and phases share the rest, because they run one at a time. Each phase needs to be recorded
+   once, however often it runs. Outside phases, after the set-up, the caching allocator serves.
+
+     ft_mem_plan_create(world, &plan);
+     config.device = FT_META; config.mem_plan = plan; ft_launch(&config, program, user);
+     ft_mem_plan_place(plan);
+     config.device = FT_CPU; config.allocator = FT_ALLOC_ARENA;
+     ft_launch(&config, program, user); */
+
+FT_API ft_status ft_mem_phase_begin(ft_ctx *ctx, const char *name);
+FT_API ft_status ft_mem_phase_end(ft_ctx *ctx);
+/* A part of the program that repeats: it frees all that it allocates and nothing else, which is
+   checked where a plan is recorded or used. Phases do not nest. With a plan, the k-th allocation of
+   a phase is the k-th that was recorded, of the same size: FT_ERR_STATE otherwise, naming both. */
+
+FT_API ft_status ft_mem_plan_create(int world, ft_mem_plan **out);
+FT_API void ft_mem_plan_free(ft_mem_plan *plan);
+/* After the launches that use it. NULL is allowed. Host memory: 80 bytes an allocation and rank,
+   ranks that are alike counted once after placing. */
+FT_API ft_status ft_mem_plan_place(ft_mem_plan *plan);
+/* After a launch on meta that recorded: finds an offset for every allocation. Dynamic storage
+   allocation is NP-hard (Garey and Johnson 1979, SR2); this places by best or first fit in several
+   orders (Sekiyama et al. 2018, "Profile-guided memory optimization for deep neural networks") and
+   keeps the lowest top. n log n, and c log c for each of n, c the buffers that live meanwhile. */
+
+typedef struct ft_mem_plan_info { /* of a rank; all 0 if it was not recorded */
+    size_t peak_bytes;       /* the most that is live at once */
+    size_t reserved_bytes;   /* what the arena takes: reserved / peak - 1 is fragmentation */
+    size_t persistent_bytes; /* what the set-up leaves live */
+    int64_t allocations;     /* recorded ones: the set-up's, and each phase's once */
+    int phases;              /* the set-up not counted */
+} ft_mem_plan_info;
+
+FT_API ft_status ft_mem_plan_get(const ft_mem_plan *plan, int rank, ft_mem_plan_info *info);
+/* FT_ERR_STATE before ft_mem_plan_place. */
 
 /* ----------------------------------------------------------------------------------- >>tensors */
 
@@ -920,6 +988,7 @@ struct ft_ctx {
 
 /* Parts that call each other across the order of this file. */
 static ft_status ft__stream_run_always(ft_stream *s, ft_task_fn fn, const void *arg, size_t bytes);
+static ft_status ft__plan_check(const ft_config *config);
 static void ft__delay(ft_ctx *ctx);
 static int ft__async(const ft_ctx *ctx);
 static ft_status ft__memory_begin(ft_ctx *ctx);
@@ -1201,6 +1270,10 @@ static ft_status ft__config_check(const ft_config *c)
         return ft_error(FT_ERR_ARG, "ft_launch: async is %d, it must be FT_DEFAULT, FT_ON or "
                         "FT_OFF", (int)c->async);
     }
+    if ((unsigned)c->allocator > FT_ALLOC_ARENA) {
+        return ft_error(FT_ERR_ARG, "ft_launch: allocator %d does not exist", (int)c->allocator);
+    }
+    if (c->mem_plan || c->allocator == FT_ALLOC_ARENA) FT_TRY(ft__plan_check(c));
     if (c->timeline != 0 && c->timeline != 1) {
         return ft_error(FT_ERR_ARG, "ft_launch: timeline is %d, it must be 0 or 1", c->timeline);
     }
@@ -1215,6 +1288,21 @@ static ft_status ft__config_check(const ft_config *c)
     return FT_OK;
 }
 
+/* What FT_ALLOC_DEFAULT means on this device. On meta nothing is served unless it is asked for. */
+static ft_status ft__allocator_resolve(ft_config *c)
+{
+    const char *text = getenv("FT_ALLOCATOR");
+    if (c->allocator != FT_ALLOC_DEFAULT) return FT_OK;
+    c->allocator = c->device == FT_GPU ? FT_ALLOC_CACHING : FT_ALLOC_SYSTEM;
+    if (!text || c->device == FT_META) return FT_OK;
+    if (strcmp(text, "caching") == 0) c->allocator = FT_ALLOC_CACHING;
+    else if (strcmp(text, "system") == 0) c->allocator = FT_ALLOC_SYSTEM;
+    else
+        return ft_error(FT_ERR_ARG, "environment variable FT_ALLOCATOR is \"%.60s\": it must be "
+                        "system or caching, or not be set", text);
+    return FT_OK;
+}
+
 /* Checks the caller's config and fills in what it leaves to defaults and to the environment. */
 static ft_status ft__config_resolve(const ft_config *given, ft_config *c)
 {
@@ -1222,6 +1310,7 @@ static ft_status ft__config_resolve(const ft_config *given, ft_config *c)
     if (c->world == 0) c->world = 1;
     FT_TRY(ft__config_check(c));
     if (c->device == FT_GPU) FT_TRY(ft__gpu_check(c));
+    FT_TRY(ft__allocator_resolve(c));
     if (c->timeout_s == 0) c->timeout_s = 120;
     if (c->delay_us == 0) FT_TRY(ft__env_int("FT_DELAY_US", 60000000, &c->delay_us));
     if (c->async == FT_DEFAULT) {
@@ -2756,15 +2845,28 @@ ft_status ft_exchange(ft_group *group, ft_stream *stream, int n, const ft_p2p *o
 
 /* ------------------------------------------------------------------------------- >>memory.impl */
 
+typedef struct ft__slab ft__slab;
+typedef struct ft__block ft__block;
+typedef struct ft__phase ft__phase;
+
 struct ft_storage {
     ft_ctx *ctx;
     void *data;            /* aligned to 64; NULL on meta */
-    void *block;           /* what FT_FREE takes back */
+    void *raw;             /* system: what ft__raw_free takes back */
+    ft__block *block;      /* caching */
+    ft__phase *phase;      /* of the plan that it is an allocation of, or NULL */
+    int64_t item;          /* which one */
     size_t request_bytes, accounted_bytes;
     ft_tag tag;
     int refs;              /* tensors that share it: gradients passed through, storage taken over */
     ft_storage *prev, *next;
 };
+
+typedef struct ft__used { /* bytes of the arena that were freed, and may still be in use */
+    size_t begin, end;
+    ft_event last;
+    uint64_t order;        /* of two events of a stream the later one has the higher number */
+} ft__used;
 
 struct ft__memory {
     ft_mem_stats stats;
@@ -2772,6 +2874,25 @@ struct ft__memory {
     int64_t n_live;        /* storages booked now */
     ft_mem_event *events;
     int64_t n_events, cap_events;
+    /* Plan: being recorded, or obeyed. */
+    struct ft__rank_plan *plan; /* NULL: none */
+    ft__phase *phase;      /* that is open; the set-up until the first one begins; or NULL */
+    int recording;         /* the open phase for the first time; else it is compared */
+    int64_t item, moment, n_items_live; /* of the open phase */
+    char stray[96];        /* what it did that a phase must not; "" */
+    /* Arena. */
+    char *arena;
+    size_t arena_bytes;
+    int has_arena;
+    ft__used *spans;       /* ascending, disjoint */
+    int64_t n_spans, cap_spans;
+    uint64_t frees;        /* so far: the order of events */
+    /* Caching. */
+    ft__slab *chunks;
+    int64_t n_chunks, n_blocks;
+    ft__block **free_blocks; /* by pool, bytes, chunk, offset */
+    int64_t n_free, cap_free;
+    size_t chunk_bytes;    /* of all chunks, now */
 };
 
 static const char *const ft__tag_names[FT_TAG_COUNT] = {
@@ -2789,6 +2910,8 @@ FT_API size_t ft_accounted_bytes(size_t bytes)
     return (bytes + FT_ALIGN_BYTES - 1) / FT_ALIGN_BYTES * FT_ALIGN_BYTES;
 }
 
+static ft_status ft__serving_begin(ft_ctx *ctx);
+
 static ft_status ft__memory_begin(ft_ctx *ctx)
 {
     ctx->memory = (ft__memory *)FT_MALLOC(sizeof *ctx->memory);
@@ -2796,7 +2919,12 @@ static ft_status ft__memory_begin(ft_ctx *ctx)
     memset(ctx->memory, 0, sizeof *ctx->memory);
     ctx->where_segment = -1;
     if (ctx->config.probe) ft__probe_attach(ctx);
-    return FT_OK;
+    ft_status status = ft__serving_begin(ctx);
+    if (status != FT_OK) {
+        FT_FREE(ctx->memory);
+        ctx->memory = NULL;
+    }
+    return status;
 }
 
 FT_API void ft_mem_get(const ft_ctx *ctx, ft_mem_stats *stats) { *stats = ctx->memory->stats; }
@@ -2805,10 +2933,14 @@ FT_API void ft_mem_reset_peak(ft_ctx *ctx)
 {
     ft_mem_stats *s = &ctx->memory->stats;
     s->peak_bytes = s->live_bytes;
+    s->reserved_bytes = ctx->memory->chunk_bytes + ctx->memory->arena_bytes;
     memcpy(s->at_peak, s->live, sizeof s->live);
     memcpy(s->highest, s->live, sizeof s->live);
     s->peak_moment = ctx->memory->moments;
-    s->peak_where[0] = 0;
+    s->peak_where[0] = s->tensor_peak_where[0] = 0;
+    s->tensor_peak_bytes = s->live_bytes - s->live[FT_TAG_WORKSPACE];
+    memcpy(s->at_tensor_peak, s->live, sizeof s->live);
+    s->at_tensor_peak[FT_TAG_WORKSPACE] = 0;
 }
 
 FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events)
@@ -2846,23 +2978,31 @@ static void ft__timeline_add(ft_ctx *ctx, const ft_storage *st, int64_t delta)
     e->phase = ctx->where_phase ? ctx->where_phase : "";
 }
 
-/* "backward swiglu in layer.3": what the rank is at. */
+/* "backward swiglu in layer.3" */
 static void ft__where_sentence(const ft_ctx *ctx, char *text, size_t text_bytes)
 {
     const char *phase = ctx->where_phase ? ctx->where_phase : "";
-    const char *in = ctx->where_segment_name;
+    const char *segment = ctx->where_segment_name;
     snprintf(text, text_bytes, "%s%s%s%s%s", phase, *phase ? " " : "",
-             ctx->where_op ? ctx->where_op : "", in ? " in " : "", in ? in : "");
+             ctx->where_op ? ctx->where_op : "", segment ? " in " : "", segment ? segment : "");
 }
 
 static void ft__account_peak(ft_ctx *ctx)
 {
     ft_mem_stats *s = &ctx->memory->stats;
-    if (s->live_bytes <= s->peak_bytes) return;
-    s->peak_bytes = s->live_bytes;
-    memcpy(s->at_peak, s->live, sizeof s->live);
-    s->peak_moment = ctx->memory->moments;
-    ft__where_sentence(ctx, s->peak_where, sizeof s->peak_where);
+    size_t tensors = s->live_bytes - s->live[FT_TAG_WORKSPACE];
+    if (s->live_bytes > s->peak_bytes) {
+        s->peak_bytes = s->live_bytes;
+        memcpy(s->at_peak, s->live, sizeof s->live);
+        s->peak_moment = ctx->memory->moments;
+        ft__where_sentence(ctx, s->peak_where, sizeof s->peak_where);
+    }
+    if (tensors > s->tensor_peak_bytes) {
+        s->tensor_peak_bytes = tensors;
+        memcpy(s->at_tensor_peak, s->live, sizeof s->live);
+        s->at_tensor_peak[FT_TAG_WORKSPACE] = 0;
+        ft__where_sentence(ctx, s->tensor_peak_where, sizeof s->tensor_peak_where);
+    }
 }
 
 static const char *ft__where_text(const ft_ctx *ctx)
@@ -2902,7 +3042,971 @@ static ft_status ft__account_alloc(ft_ctx *ctx, ft_storage *st)
     return FT_OK;
 }
 
-static ft_status ft__storage_create(ft_ctx *ctx, size_t bytes, ft_tag tag, ft_storage **out)
+/* -------------------------------------------------------------------------------- >>plan.impl
+
+   What a run on meta asked for, phase by phase, and where an arena will hold it. Phase 0 is the
+   set-up. Within a phase time is counted in allocations and frees, so item k lives from `begin` up
+   to `end`, and items are in the order of `begin`. */
+
+enum { FT__MAX_PHASES = 16 };
+
+typedef struct ft__item { /* an allocation */
+    size_t bytes;         /* accounted */
+    size_t offset;        /* in the arena, once placed */
+    int64_t begin, end;   /* INT64_MAX: outlives the phase (the set-up alone may) */
+    ft_tag tag;
+    char op[28];          /* what asked for it, for messages */
+} ft__item;
+
+struct ft__phase {
+    char name[32];
+    ft__item *items;
+    int64_t n, cap;
+    int recorded;
+};
+
+typedef struct ft__rank_plan {
+    ft__phase phases[FT__MAX_PHASES];
+    int n_phases;                /* 0: this rank did not run */
+    int same_as;                 /* a lower rank whose phases, the same as this one's, stand for both */
+    ft_mem_plan_info info;
+} ft__rank_plan;
+
+struct ft_mem_plan {
+    int world, placed;
+    ft__rank_plan *ranks;        /* [world] */
+};
+
+FT_API ft_status ft_mem_plan_create(int world, ft_mem_plan **out)
+{
+    if (world < 1 || world > FT__MAX_WORLD)
+        return ft_error(FT_ERR_ARG, "ft_mem_plan_create: world is %d, it must be 1 to %d", world,
+                        FT__MAX_WORLD);
+    size_t bytes = (size_t)world * sizeof(ft__rank_plan);
+    ft_mem_plan *plan = (ft_mem_plan *)FT_MALLOC(sizeof *plan);
+    ft__rank_plan *ranks = plan ? (ft__rank_plan *)FT_MALLOC(bytes) : NULL;
+    if (!ranks) {
+        FT_FREE(plan);
+        return ft_error(FT_ERR_OOM, "no host memory for a plan of %d ranks", world);
+    }
+    memset(plan, 0, sizeof *plan);
+    memset(ranks, 0, bytes);
+    plan->world = world;
+    plan->ranks = ranks;
+    for (int r = 0; r < world; r++) ranks[r].same_as = r;
+    *out = plan;
+    return FT_OK;
+}
+
+static void ft__rank_plan_clear(ft__rank_plan *rank)
+{
+    for (int i = 0; i < rank->n_phases; i++) {
+        FT_FREE(rank->phases[i].items);
+        rank->phases[i].items = NULL;
+    }
+    rank->n_phases = 0;
+}
+
+FT_API void ft_mem_plan_free(ft_mem_plan *plan)
+{
+    if (!plan) return;
+    for (int r = 0; r < plan->world; r++) ft__rank_plan_clear(&plan->ranks[r]);
+    FT_FREE(plan->ranks);
+    FT_FREE(plan);
+}
+
+FT_API ft_status ft_mem_plan_get(const ft_mem_plan *plan, int rank, ft_mem_plan_info *info)
+{
+    if (rank < 0 || rank >= plan->world)
+        return ft_error(FT_ERR_ARG, "ft_mem_plan_get: rank %d of a plan for %d", rank, plan->world);
+    if (!plan->placed)
+        return ft_error(FT_ERR_STATE, "ft_mem_plan_get: the plan is not placed yet: call "
+                        "ft_mem_plan_place after the run on meta");
+    *info = plan->ranks[plan->ranks[rank].same_as].info;
+    return FT_OK;
+}
+
+static ft_status ft__plan_check(const ft_config *c)
+{
+    const ft_mem_plan *plan = c->mem_plan;
+    if (!plan)
+        return ft_error(FT_ERR_ARG, "ft_launch: FT_ALLOC_ARENA needs a plan in config.mem_plan");
+    if (plan->world != c->world)
+        return ft_error(FT_ERR_ARG, "ft_launch: the memory plan is for %d ranks, the world is %d",
+                        plan->world, c->world);
+    if (c->device != FT_META && c->allocator == FT_ALLOC_ARENA && !plan->placed)
+        return ft_error(FT_ERR_STATE, "ft_launch: the memory plan has no places yet: launch on "
+                        "FT_META, then call ft_mem_plan_place");
+    return FT_OK;
+}
+
+static ft_status ft__phase_new(ft__rank_plan *rank, const char *name, ft__phase **out)
+{
+    if (rank->n_phases == FT__MAX_PHASES)
+        return ft_error(FT_ERR_UNSUPPORTED, "phase %s: a plan has at most %d phases", name,
+                        FT__MAX_PHASES - 1);
+    ft__phase *phase = &rank->phases[rank->n_phases++];
+    memset(phase, 0, sizeof *phase);
+    snprintf(phase->name, sizeof phase->name, "%s", name);
+    *out = phase;
+    return FT_OK;
+}
+
+static ft_status ft__phase_grow(ft__phase *phase)
+{
+    if (phase->n < phase->cap) return FT_OK;
+    int64_t cap = phase->cap ? 2 * phase->cap : 256;
+    ft__item *grown = (ft__item *)FT_MALLOC((size_t)cap * sizeof *grown);
+    if (!grown)
+        return ft_error(FT_ERR_OOM, "no host memory to plan %lld allocations", (long long)cap);
+    if (phase->n) memcpy(grown, phase->items, (size_t)phase->n * sizeof *grown);
+    FT_FREE(phase->items);
+    phase->items = grown;
+    phase->cap = cap;
+    return FT_OK;
+}
+
+/* The allocation that comes must be the one that was planned. */
+static ft_status ft__item_check(const ft_ctx *ctx, const ft__phase *phase, int64_t k,
+                                const ft_storage *st)
+{
+    if (k >= phase->n)
+        return ft_error(FT_ERR_STATE, "%s: %zu bytes (%s, for %s) are allocation %lld, but only "
+                        "%lld were planned: plan the same program, or take the caching allocator",
+                        phase->name, st->accounted_bytes, ft_tag_name(st->tag),
+                        ft__where_text(ctx), (long long)k + 1, (long long)phase->n);
+    const ft__item *item = &phase->items[k];
+    if (item->bytes == st->accounted_bytes && item->tag == st->tag) return FT_OK;
+    return ft_error(FT_ERR_STATE, "%s: allocation %lld was planned as %zu bytes (%s, for %s), and "
+                    "comes as %zu (%s, for %s): plan the same program, or take the caching "
+                    "allocator", phase->name, (long long)k + 1, item->bytes,
+                    ft_tag_name(item->tag), item->op, st->accounted_bytes, ft_tag_name(st->tag),
+                    ft__where_text(ctx));
+}
+
+/* Enters an allocation into the open phase, or compares it with what the plan has there. */
+static ft_status ft__plan_alloc(ft_ctx *ctx, ft_storage *st)
+{
+    ft__memory *m = ctx->memory;
+    ft__phase *phase = m->phase;
+    if (!phase) return FT_OK;
+    if (m->recording) {
+        FT_TRY(ft__phase_grow(phase));
+        ft__item *item = &phase->items[phase->n++];
+        memset(item, 0, sizeof *item);
+        item->bytes = st->accounted_bytes;
+        item->begin = m->moment;
+        item->end = INT64_MAX;
+        item->tag = st->tag;
+        snprintf(item->op, sizeof item->op, "%.*s", (int)sizeof item->op - 1, ft__where_text(ctx));
+    } else {
+        FT_TRY(ft__item_check(ctx, phase, m->item, st));
+    }
+    st->phase = phase;
+    st->item = m->item++;
+    m->moment++;
+    m->n_items_live++;
+    return FT_OK;
+}
+
+static void ft__plan_release(ft_ctx *ctx, const ft_storage *st)
+{
+    ft__memory *m = ctx->memory;
+    if (!m->plan || !m->phase) return;
+    if (st->phase == m->phase) {
+        if (m->recording) st->phase->items[st->item].end = m->moment;
+        m->moment++;
+        m->n_items_live--;
+    } else if (!m->stray[0]) {
+        snprintf(m->stray, sizeof m->stray, "it freed %zu bytes (%s) that were there before it",
+                 st->accounted_bytes, ft_tag_name(st->tag));
+    }
+}
+
+static ft_status ft__phase_whole(const ft__memory *m)
+{
+    const ft__phase *phase = m->phase;
+    if (m->recording || m->item == phase->n) return FT_OK;
+    return ft_error(FT_ERR_STATE, "%s ended after %lld of %lld planned allocations: plan the same "
+                    "program, or take the caching allocator", phase->name, (long long)m->item,
+                    (long long)phase->n);
+}
+
+FT_API ft_status ft_mem_phase_begin(ft_ctx *ctx, const char *name)
+{
+    ft__memory *m = ctx->memory;
+    ft__rank_plan *plan = m->plan;
+    ft__phase *phase = NULL;
+    if (!plan) return FT_OK;
+    if (m->phase && m->phase != &plan->phases[0])
+        return ft_error(FT_ERR_STATE, "phase %s begins inside phase %s: phases do not nest", name,
+                        m->phase->name);
+    if (m->phase) FT_TRY(ft__phase_whole(m)); /* the set-up */
+    if (m->phase && m->recording) m->phase->recorded = 1;
+    m->phase = NULL;
+    for (int i = 1; i < plan->n_phases; i++)
+        if (strncmp(plan->phases[i].name, name, sizeof phase->name - 1) == 0)
+            phase = &plan->phases[i];
+    if (!phase && ctx->config.mem_plan->placed)
+        return ft_error(FT_ERR_STATE, "phase %s is not in the memory plan: the run on meta must "
+                        "pass through it once", name);
+    if (!phase) FT_TRY(ft__phase_new(plan, name, &phase));
+    m->phase = phase;
+    m->recording = !phase->recorded;
+    m->item = m->moment = m->n_items_live = 0;
+    m->stray[0] = 0;
+    return FT_OK;
+}
+
+FT_API ft_status ft_mem_phase_end(ft_ctx *ctx)
+{
+    ft__memory *m = ctx->memory;
+    if (!m->plan) return FT_OK;
+    if (!m->phase || m->phase == &m->plan->phases[0])
+        return ft_error(FT_ERR_STATE, "ft_mem_phase_end: no phase has begun");
+    FT_TRY(ft__phase_whole(m));
+    if (m->n_items_live || m->stray[0])
+        return ft_error(FT_ERR_STATE, "phase %s does not end as it began: %lld of its allocations "
+                        "are still live%s%s", m->phase->name, (long long)m->n_items_live,
+                        m->stray[0] ? "; " : "", m->stray);
+    if (m->recording) m->phase->recorded = 1; /* a placed plan is shared, and only read */
+    m->phase = NULL;
+    return FT_OK;
+}
+
+/* Placement. Buffers are rectangles, time by bytes, that must not overlap; each is put, in some
+   order, into a gap between those placed before it that live at the same time. Which order is best
+   depends on the program, so several are tried; then, while it helps, the buffer that made the top
+   goes first. */
+
+typedef struct ft__rank_of { double key; int64_t item; } ft__rank_of;
+typedef struct ft__range { size_t begin, end; } ft__range;
+
+typedef struct ft__placer {
+    ft__item *items;
+    int64_t n, leaves;
+    int64_t *latest;       /* [2 leaves] tree over items: the latest end of those that are placed */
+    ft__rank_of *order;    /* [n] */
+    size_t *best;          /* [n] offsets of the best placement so far */
+    ft__range *found;      /* [n] */
+    int64_t n_found;
+    size_t base;           /* lowest offset of what moves */
+    size_t bound;          /* no placement has a lower top */
+    size_t top, best_top;
+    int64_t highest;       /* the item that made the top */
+} ft__placer;
+
+static int ft__rank_of_cmp(const void *a, const void *b)
+{
+    const ft__rank_of *x = (const ft__rank_of *)a, *y = (const ft__rank_of *)b;
+    if (x->key != y->key) return x->key > y->key ? -1 : 1;
+    return x->item < y->item ? -1 : x->item > y->item;
+}
+
+static int ft__range_cmp(const void *a, const void *b)
+{
+    const ft__range *x = (const ft__range *)a, *y = (const ft__range *)b;
+    return x->begin < y->begin ? -1 : x->begin > y->begin;
+}
+
+static void ft__placer_put(ft__placer *p, int64_t item)
+{
+    int64_t end = p->items[item].end;
+    for (int64_t node = p->leaves + item; node >= 1 && p->latest[node] < end; node /= 2)
+        p->latest[node] = end;
+    size_t top = p->items[item].offset + p->items[item].bytes;
+    if (top <= p->top) return;
+    p->top = top;
+    p->highest = item;
+}
+
+/* Ranges of the placed items below `most` that end after `begin`. */
+static void ft__placer_find(ft__placer *p, int64_t node, int64_t first, int64_t width, int64_t most,
+                            int64_t begin)
+{
+    if (first >= most || p->latest[node] <= begin) return;
+    if (width == 1) {
+        ft__range *r = &p->found[p->n_found++];
+        r->begin = p->items[first].offset;
+        r->end = r->begin + p->items[first].bytes;
+        return;
+    }
+    ft__placer_find(p, 2 * node, first, width / 2, most, begin);
+    ft__placer_find(p, 2 * node + 1, first + width / 2, width / 2, most, begin);
+}
+
+/* Items that begin before `moment`: they are in the order of their begin. */
+static int64_t ft__placer_before(const ft__placer *p, int64_t moment)
+{
+    int64_t low = 0, high = p->n;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (p->items[middle].begin < moment) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+/* The lowest gap that is large enough, or the smallest such; above everything if there is none. */
+static size_t ft__placer_gap(ft__placer *p, size_t bytes, int best_fit)
+{
+    size_t at = p->base, best = SIZE_MAX, smallest = SIZE_MAX;
+    qsort(p->found, (size_t)p->n_found, sizeof *p->found, ft__range_cmp);
+    for (int64_t i = 0; i < p->n_found; i++) {
+        const ft__range *r = &p->found[i];
+        size_t gap = r->begin > at ? r->begin - at : 0;
+        if (gap >= bytes && gap < smallest) {
+            smallest = gap;
+            best = at;
+            if (!best_fit) return best;
+        }
+        if (r->end > at) at = r->end;
+    }
+    return best != SIZE_MAX ? best : at;
+}
+
+/* Places all in the order of p->order; those that outlive the phase lie at the bottom already. */
+static void ft__placer_run(ft__placer *p, int best_fit)
+{
+    memset(p->latest, 0, (size_t)(2 * p->leaves) * sizeof *p->latest);
+    p->top = 0;
+    p->highest = -1;
+    for (int64_t i = 0; i < p->n; i++)
+        if (p->items[i].end == INT64_MAX) ft__placer_put(p, i);
+    for (int64_t i = 0; i < p->n; i++) {
+        int64_t k = p->order[i].item;
+        ft__item *item = &p->items[k];
+        if (item->end == INT64_MAX) continue;
+        p->n_found = 0;
+        ft__placer_find(p, 1, 0, p->leaves, ft__placer_before(p, item->end), item->begin);
+        item->offset = ft__placer_gap(p, item->bytes, best_fit);
+        ft__placer_put(p, k);
+    }
+    if (p->top >= p->best_top) return;
+    p->best_top = p->top;
+    for (int64_t i = 0; i < p->n; i++) p->best[i] = p->items[i].offset;
+}
+
+static double ft__placer_key(const ft__item *item, int which)
+{
+    double life = item->end == INT64_MAX ? 0 : (double)(item->end - item->begin);
+    switch (which) {
+    case 0: return (double)item->bytes;
+    case 1: return (double)item->bytes * life;
+    case 2: return life;
+    default: return -(double)item->begin;
+    }
+}
+
+/* Within 1 / `part` of the bound, or so long a list that another try would take seconds. */
+static int ft__placer_done(const ft__placer *p, int tries, size_t part)
+{
+    return p->best_top <= p->bound + p->bound / part || (tries && (double)p->n * tries > 3e5);
+}
+
+static void ft__placer_search(ft__placer *p)
+{
+    int tries = 0, order = 0, fit = 0;
+    for (int k = 0; k < 8 && !ft__placer_done(p, tries, 500); k++, tries++) {
+        size_t before = p->best_top;
+        for (int64_t i = 0; i < p->n; i++) {
+            p->order[i].item = i;
+            p->order[i].key = ft__placer_key(&p->items[i], k / 2);
+        }
+        qsort(p->order, (size_t)p->n, sizeof *p->order, ft__rank_of_cmp);
+        ft__placer_run(p, k % 2);
+        if (p->best_top < before) order = k / 2, fit = k % 2;
+    }
+    for (int64_t i = 0; i < p->n; i++) {
+        p->order[i].item = i;
+        p->order[i].key = ft__placer_key(&p->items[i], order);
+    }
+    qsort(p->order, (size_t)p->n, sizeof *p->order, ft__rank_of_cmp);
+    for (int k = 0; k < 64 && !ft__placer_done(p, tries, 100); k++, tries++) {
+        ft__placer_run(p, fit);
+        int64_t i = 0, top = p->highest;
+        while (i < p->n && p->order[i].item != top) i++;
+        if (i == p->n) return; /* what outlives the phase makes the top */
+        for (; i > 0; i--) p->order[i] = p->order[i - 1];
+        p->order[0].item = top;
+    }
+}
+
+static void *ft__placer_array(int64_t n, size_t each, ft_status *status)
+{
+    void *memory = *status == FT_OK ? FT_MALLOC((size_t)n * each) : NULL;
+    if (!memory && *status == FT_OK)
+        *status = ft_error(FT_ERR_OOM, "no host memory to place %lld allocations", (long long)n);
+    return memory;
+}
+
+/* The most that is live at once, of one phase, and of what outlives it. */
+static void ft__phase_peak(const ft__phase *phase, size_t *peak, size_t *stays)
+{
+    /* Items by begin; frees at the moments that no allocation has. */
+    size_t live = 0;
+    int64_t k = 0, moments = 0;
+    *peak = *stays = 0;
+    for (int64_t i = 0; i < phase->n; i++) {
+        const ft__item *item = &phase->items[i];
+        if (item->end == INT64_MAX) *stays += item->bytes;
+        if (item->begin + 1 > moments) moments = item->begin + 1;
+        if (item->end != INT64_MAX && item->end + 1 > moments) moments = item->end + 1;
+    }
+    size_t *freed = (size_t *)FT_MALLOC((size_t)(moments + 1) * sizeof *freed);
+    if (!freed) return; /* then the bound is 0 and the search takes all its tries */
+    memset(freed, 0, (size_t)(moments + 1) * sizeof *freed);
+    for (int64_t i = 0; i < phase->n; i++)
+        if (phase->items[i].end != INT64_MAX)
+            freed[phase->items[i].end] = phase->items[i].bytes;
+    for (int64_t t = 0; t < moments; t++) {
+        if (k < phase->n && phase->items[k].begin == t) live += phase->items[k++].bytes;
+        else live -= freed[t];
+        if (live > *peak) *peak = live;
+    }
+    FT_FREE(freed);
+}
+
+/* Sets the items' offsets, from `base` up, and *top. */
+static ft_status ft__phase_place(ft__phase *phase, size_t base, size_t *top)
+{
+    ft_status status = FT_OK;
+    size_t peak, stays, at = base;
+    ft__placer p;
+    *top = base;
+    if (phase->n == 0) return FT_OK;
+    ft__phase_peak(phase, &peak, &stays);
+    memset(&p, 0, sizeof p);
+    p.items = phase->items;
+    p.n = phase->n;
+    for (p.leaves = 1; p.leaves < p.n;) p.leaves *= 2;
+    p.base = base;
+    p.bound = base + peak;
+    p.best_top = SIZE_MAX;
+    p.latest = (int64_t *)ft__placer_array(2 * p.leaves, sizeof *p.latest, &status);
+    p.order = (ft__rank_of *)ft__placer_array(p.n, sizeof *p.order, &status);
+    p.best = (size_t *)ft__placer_array(p.n, sizeof *p.best, &status);
+    p.found = (ft__range *)ft__placer_array(p.n, sizeof *p.found, &status);
+    if (status == FT_OK) {
+        for (int64_t i = 0; i < p.n; i++) {
+            if (p.items[i].end != INT64_MAX) continue;
+            p.items[i].offset = at;
+            at += p.items[i].bytes;
+        }
+        ft__placer_search(&p);
+        for (int64_t i = 0; i < p.n; i++) p.items[i].offset = p.best[i];
+        *top = p.best_top;
+    }
+    FT_FREE(p.latest);
+    FT_FREE(p.order);
+    FT_FREE(p.best);
+    FT_FREE(p.found);
+    return status;
+}
+
+static ft_status ft__rank_place(ft__rank_plan *rank)
+{
+    ft_mem_plan_info *info = &rank->info;
+    memset(info, 0, sizeof *info);
+    for (int i = 0; i < rank->n_phases; i++) {
+        ft__phase *phase = &rank->phases[i];
+        size_t peak, stays, top;
+        ft__phase_peak(phase, &peak, &stays);
+        if (i == 0) info->persistent_bytes = stays;
+        else peak += info->persistent_bytes;
+        FT_TRY(ft__phase_place(phase, i ? info->persistent_bytes : 0, &top));
+        if (peak > info->peak_bytes) info->peak_bytes = peak;
+        if (top > info->reserved_bytes) info->reserved_bytes = top;
+        info->allocations += phase->n;
+    }
+    info->phases = rank->n_phases ? rank->n_phases - 1 : 0;
+    return FT_OK;
+}
+
+static int ft__rank_plans_equal(const ft__rank_plan *a, const ft__rank_plan *b)
+{
+    if (a->n_phases != b->n_phases) return 0;
+    for (int i = 0; i < a->n_phases; i++) {
+        const ft__phase *x = &a->phases[i], *y = &b->phases[i];
+        if (strcmp(x->name, y->name) != 0 || x->n != y->n) return 0;
+        for (int64_t k = 0; k < x->n; k++)
+            if (x->items[k].bytes != y->items[k].bytes || x->items[k].end != y->items[k].end ||
+                x->items[k].begin != y->items[k].begin || x->items[k].tag != y->items[k].tag)
+                return 0;
+    }
+    return 1;
+}
+
+FT_API ft_status ft_mem_plan_place(ft_mem_plan *plan)
+{
+    if (plan->placed)
+        return ft_error(FT_ERR_STATE, "ft_mem_plan_place: the plan is placed already");
+    for (int r = 0; r < plan->world; r++) {
+        ft__rank_plan *rank = &plan->ranks[r];
+        for (int q = 0; q < r && rank->n_phases; q++) {
+            const ft__rank_plan *other = &plan->ranks[q];
+            if (other->same_as != q || !ft__rank_plans_equal(rank, other)) continue;
+            rank->same_as = q;
+            ft__rank_plan_clear(rank);
+        }
+        if (rank->n_phases) FT_TRY(ft__rank_place(rank));
+    }
+    plan->placed = 1;
+    return FT_OK;
+}
+
+/* ------------------------------------------------------------------------------ >>serving.impl
+
+   Where memory comes from. All ordering is by events: the same on every device. */
+
+/* Memory of the device itself, aligned to 64 (on FT_GPU to 256). */
+static ft_status ft__raw_alloc(ft_ctx *ctx, size_t bytes, void **out)
+{
+    *out = NULL;
+    if (ctx->device == FT_META) return FT_OK;
+    if (ctx->device == FT_GPU) return ft__gpu_alloc(ctx, bytes, out);
+    unsigned char *block = bytes <= SIZE_MAX - 64 ? (unsigned char *)FT_MALLOC(bytes + 64) : NULL;
+    if (!block)
+        return ft_error(FT_ERR_OOM, "the machine has no %zu bytes for %s", bytes,
+                        ft__where_text(ctx));
+    size_t shift = 64 - (size_t)((uintptr_t)block % 64); /* 1..64, noted in the byte before */
+    block[shift - 1] = (unsigned char)shift;
+    *out = block + shift;
+    return FT_OK;
+}
+
+/* Gives it back. On any thread; NULL is allowed. */
+static void ft__raw_free(ft_ctx *ctx, void *memory)
+{
+    if (memory && ctx->device == FT_GPU) ft__gpu_free(ctx, memory);
+    else if (memory) FT_FREE((unsigned char *)memory - ((unsigned char *)memory)[-1]);
+}
+
+static void ft__reserved_note(ft__memory *m)
+{
+    size_t bytes = m->chunk_bytes + m->arena_bytes;
+    if (bytes > m->stats.reserved_bytes) m->stats.reserved_bytes = bytes;
+}
+
+/* An array that can take one more, or all that could be freed: growing never fails in a free. */
+static ft_status ft__array_reserve(void **array, int64_t used, int64_t need, int64_t *cap,
+                                   size_t each)
+{
+    int64_t more = *cap ? *cap : 64;
+    if (need <= *cap) return FT_OK;
+    while (more < need) more *= 2;
+    void *grown = FT_MALLOC((size_t)more * each);
+    if (!grown)
+        return ft_error(FT_ERR_OOM, "no host memory for %lld records of the allocator",
+                        (long long)more);
+    if (used) memcpy(grown, *array, (size_t)used * each);
+    FT_FREE(*array);
+    *array = grown;
+    *cap = more;
+    return FT_OK;
+}
+
+/* Caching. Chunks are cut in blocks; free neighbours become one. Requests up to FT__SMALL have a
+   pool of chunks of their own, so that they do not nibble at what large ones need. */
+
+struct ft__slab {
+    void *base;
+    size_t bytes;
+    int64_t id;
+    int small;
+    ft__slab *next;
+};
+
+struct ft__block {
+    ft__slab *chunk;
+    size_t offset, bytes;
+    int is_free;
+    ft_event last[FT_STREAM_COUNT]; /* of a free block: its latest use on each stream, if any */
+    uint64_t order[FT_STREAM_COUNT];
+    ft__block *prev, *next;         /* neighbours in the chunk */
+};
+
+enum { FT__SMALL = 1 << 20, FT__SMALL_CHUNK = 4 << 20, FT__LARGE_CHUNK = 32 << 20,
+       FT__CHUNK_ROUND = 2 << 20 };
+
+static int ft__block_cmp(const ft__block *a, const ft__block *b)
+{
+    if (a->chunk->small != b->chunk->small) return a->chunk->small ? -1 : 1;
+    if (a->bytes != b->bytes) return a->bytes < b->bytes ? -1 : 1;
+    if (a->chunk->id != b->chunk->id) return a->chunk->id < b->chunk->id ? -1 : 1;
+    return a->offset < b->offset ? -1 : a->offset > b->offset;
+}
+
+/* Position of the first free block that does not come before `b`. */
+static int64_t ft__free_position(const ft__memory *m, const ft__block *b)
+{
+    int64_t low = 0, high = m->n_free;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (ft__block_cmp(m->free_blocks[middle], b) < 0) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+static void ft__free_insert(ft__memory *m, ft__block *b)
+{
+    int64_t at = ft__free_position(m, b);
+    memmove(m->free_blocks + at + 1, m->free_blocks + at,
+            (size_t)(m->n_free - at) * sizeof *m->free_blocks);
+    m->free_blocks[at] = b;
+    m->n_free++;
+    b->is_free = 1;
+}
+
+static void ft__free_remove(ft__memory *m, ft__block *b)
+{
+    int64_t at = ft__free_position(m, b);
+    m->n_free--;
+    memmove(m->free_blocks + at, m->free_blocks + at + 1,
+            (size_t)(m->n_free - at) * sizeof *m->free_blocks);
+    b->is_free = 0;
+}
+
+/* A block's record, and a place for it among the free ones. */
+static ft_status ft__block_new(ft__memory *m, ft__block **out)
+{
+    void *array = m->free_blocks;
+    FT_TRY(ft__array_reserve(&array, m->n_free, m->n_blocks + 1, &m->cap_free,
+                             sizeof *m->free_blocks));
+    m->free_blocks = (ft__block **)array;
+    ft__block *b = (ft__block *)FT_MALLOC(sizeof *b);
+    if (!b) return ft_error(FT_ERR_OOM, "no host memory for a block of the caching allocator");
+    memset(b, 0, sizeof *b);
+    m->n_blocks++;
+    *out = b;
+    return FT_OK;
+}
+
+static ft_status ft__slab_new(ft_ctx *ctx, size_t bytes, int small)
+{
+    ft__memory *m = ctx->memory;
+    ft__block *b = NULL;
+    ft__slab *c = (ft__slab *)FT_MALLOC(sizeof *c);
+    ft_status status = c ? ft__block_new(m, &b)
+                         : ft_error(FT_ERR_OOM, "no host memory for a chunk's record");
+    if (status == FT_OK) {
+        memset(c, 0, sizeof *c);
+        c->bytes = bytes;
+        c->small = small;
+        status = ft__raw_alloc(ctx, bytes, &c->base);
+    }
+    if (status != FT_OK) {
+        if (b) m->n_blocks--;
+        FT_FREE(b);
+        FT_FREE(c);
+        return status;
+    }
+    c->id = m->n_chunks++;
+    c->next = m->chunks;
+    m->chunks = c;
+    m->chunk_bytes += bytes;
+    ft__reserved_note(m);
+    b->chunk = c;
+    b->bytes = bytes;
+    ft__free_insert(m, b);
+    return FT_OK;
+}
+
+/* Gives back chunks that are free as a whole: only where the device has no more. The error of the
+   caller stays. */
+static ft_status ft__cache_trim(ft_ctx *ctx)
+{
+    ft__memory *m = ctx->memory;
+    FT_TRY(ft_sync(ctx));
+    for (int64_t i = m->n_free - 1; i >= 0; i--) {
+        ft__block *b = m->free_blocks[i];
+        if (b->bytes != b->chunk->bytes) continue;
+        ft__slab *c = b->chunk, **at = &m->chunks;
+        while (*at != c) at = &(*at)->next;
+        *at = c->next;
+        ft__free_remove(m, b);
+        m->chunk_bytes -= c->bytes;
+        m->n_blocks--;
+        ft__raw_free(ctx, c->base);
+        FT_FREE(b);
+        FT_FREE(c);
+    }
+    return FT_OK;
+}
+
+/* The smallest free block that holds `bytes`; among equals the one in the oldest chunk. */
+static ft__block *ft__cache_find(const ft__memory *m, size_t bytes)
+{
+    ft__slab pool;
+    ft__block want;
+    memset(&pool, 0, sizeof pool);
+    memset(&want, 0, sizeof want);
+    pool.small = bytes <= FT__SMALL;
+    pool.id = -1;
+    want.chunk = &pool;
+    want.bytes = bytes;
+    int64_t at = ft__free_position(m, &want);
+    if (at == m->n_free || m->free_blocks[at]->chunk->small != pool.small) return NULL;
+    return m->free_blocks[at];
+}
+
+/* Cuts what is beyond `bytes` off a free block that is not in the list. */
+static ft_status ft__block_split(ft__memory *m, ft__block *b, size_t bytes)
+{
+    ft__block *rest;
+    if (b->bytes == bytes) return FT_OK;
+    FT_TRY(ft__block_new(m, &rest));
+    *rest = *b;
+    rest->offset += bytes;
+    rest->bytes -= bytes;
+    rest->prev = b;
+    if (rest->next) rest->next->prev = rest;
+    b->next = rest;
+    b->bytes = bytes;
+    ft__free_insert(m, rest);
+    return FT_OK;
+}
+
+static ft_status ft__cache_take(ft_ctx *ctx, ft_storage *st, ft_stream *home)
+{
+    ft__memory *m = ctx->memory;
+    size_t bytes = st->accounted_bytes;
+    int small = bytes <= FT__SMALL;
+    ft__block *b = ft__cache_find(m, bytes);
+    if (!b) {
+        size_t chunk = small ? (size_t)FT__SMALL_CHUNK : (size_t)FT__LARGE_CHUNK;
+        if (bytes > chunk / 2)
+            chunk = (bytes + FT__CHUNK_ROUND - 1) / FT__CHUNK_ROUND * FT__CHUNK_ROUND;
+        size_t held = m->chunk_bytes;
+        ft_status status = ft__slab_new(ctx, chunk, small);
+        if (status == FT_ERR_OOM) FT_TRY(ft__cache_trim(ctx));
+        if (m->chunk_bytes < held) status = ft__slab_new(ctx, chunk, small);
+        FT_TRY(status);
+        b = ft__cache_find(m, bytes);
+    }
+    for (int k = 0; k < FT_STREAM_COUNT; k++)
+        if (b->last[k].stream) FT_TRY(ft_stream_wait(home, b->last[k]));
+    ft__free_remove(m, b);
+    ft_status status = ft__block_split(m, b, bytes);
+    if (status != FT_OK) {
+        ft__free_insert(m, b);
+        return status;
+    }
+    memset(b->last, 0, sizeof b->last);
+    memset(b->order, 0, sizeof b->order);
+    st->block = b;
+    if (b->chunk->base) st->data = (char *)b->chunk->base + b->offset;
+    return FT_OK;
+}
+
+/* b takes in its right neighbour, and the later of the uses of both. */
+static void ft__block_merge(ft__memory *m, ft__block *b)
+{
+    ft__block *right = b->next;
+    b->bytes += right->bytes;
+    b->next = right->next;
+    if (b->next) b->next->prev = b;
+    for (int k = 0; k < FT_STREAM_COUNT; k++)
+        if (right->order[k] > b->order[k]) {
+            b->order[k] = right->order[k];
+            b->last[k] = right->last[k];
+        }
+    m->n_blocks--;
+    FT_FREE(right);
+}
+
+static void ft__cache_give(ft__memory *m, ft__block *b, ft_stream *last)
+{
+    b->last[last->kind] = ft_event_record(last);
+    b->order[last->kind] = ++m->frees;
+    if (b->next && b->next->is_free) {
+        ft__free_remove(m, b->next);
+        ft__block_merge(m, b);
+    }
+    if (b->prev && b->prev->is_free) {
+        b = b->prev;
+        ft__free_remove(m, b);
+        ft__block_merge(m, b);
+    }
+    ft__free_insert(m, b);
+}
+
+static void ft__cache_end(ft_ctx *ctx)
+{
+    ft__memory *m = ctx->memory;
+    for (int64_t i = 0; i < m->n_free; i++) FT_FREE(m->free_blocks[i]); /* one a chunk by now */
+    FT_FREE(m->free_blocks);
+    while (m->chunks) {
+        ft__slab *c = m->chunks;
+        m->chunks = c->next;
+        ft__raw_free(ctx, c->base);
+        FT_FREE(c);
+    }
+}
+
+/* Arena. The plan says where; `spans` says who used those bytes last, and on which stream. */
+
+/* The first span that ends after `at`. */
+static int64_t ft__span_after(const ft__memory *m, size_t at)
+{
+    int64_t low = 0, high = m->n_spans;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (m->spans[middle].end <= at) low = middle + 1;
+        else high = middle;
+    }
+    return low;
+}
+
+static ft_status ft__arena_take(ft_ctx *ctx, ft_storage *st, ft_stream *home)
+{
+    ft__memory *m = ctx->memory;
+    size_t begin = st->phase->items[st->item].offset, end = begin + st->accounted_bytes;
+    ft_event last[FT_STREAM_COUNT];
+    uint64_t order[FT_STREAM_COUNT];
+    void *array = m->spans;
+    FT_TRY(ft__array_reserve(&array, m->n_spans, m->n_spans + 2 * m->n_live + 4, &m->cap_spans,
+                             sizeof *m->spans));
+    m->spans = (ft__used *)array;
+    memset(last, 0, sizeof last);
+    memset(order, 0, sizeof order);
+    for (int64_t i = ft__span_after(m, begin); i < m->n_spans && m->spans[i].begin < end; i++) {
+        int k = m->spans[i].last.stream->kind;
+        if (m->spans[i].order <= order[k]) continue;
+        order[k] = m->spans[i].order;
+        last[k] = m->spans[i].last;
+    }
+    for (int k = 0; k < FT_STREAM_COUNT; k++)
+        if (last[k].stream) FT_TRY(ft_stream_wait(home, last[k]));
+    if (m->arena) st->data = m->arena + begin;
+    return FT_OK;
+}
+
+/* Its bytes were used last on `last`; what was noted there before is over: whoever got the bytes
+   waited for it. */
+static void ft__arena_give(ft__memory *m, const ft_storage *st, ft_stream *last)
+{
+    size_t begin = st->phase->items[st->item].offset, end = begin + st->accounted_bytes;
+    int64_t i = ft__span_after(m, begin), j = i, n = 0;
+    ft__used with[3];
+    while (j < m->n_spans && m->spans[j].begin < end) j++;
+    if (i < j && m->spans[i].begin < begin) {
+        with[n] = m->spans[i];
+        with[n++].end = begin;
+    }
+    with[n].begin = begin;
+    with[n].end = end;
+    with[n].last = ft_event_record(last);
+    with[n++].order = ++m->frees;
+    if (i < j && m->spans[j - 1].end > end) {
+        with[n] = m->spans[j - 1];
+        with[n++].begin = end;
+    }
+    memmove(m->spans + i + n, m->spans + j, (size_t)(m->n_spans - j) * sizeof *m->spans);
+    memcpy(m->spans + i, with, (size_t)n * sizeof *m->spans);
+    m->n_spans += n - (j - i);
+}
+
+static ft_status ft__arena_begin(ft_ctx *ctx)
+{
+    ft__memory *m = ctx->memory;
+    void *memory;
+    size_t bytes = m->plan->info.reserved_bytes, limit = ctx->config.memory_limit;
+    if (m->plan->n_phases == 0)
+        return ft_error(FT_ERR_STATE, "the memory plan has no record of rank %d: the run on meta "
+                        "must include it", ctx->rank);
+    if (limit && bytes > limit)
+        return ft_error(FT_ERR_OOM, "the arena takes %zu bytes (its peak: %zu), and the limit is "
+                        "%zu; a smaller micro-batch, more recomputation or a higher ZeRO stage "
+                        "would help", bytes, m->plan->info.peak_bytes, limit);
+    ctx->where_op = "the arena";
+    FT_TRY(ft__raw_alloc(ctx, bytes, &memory));
+    ctx->where_op = "";
+    m->arena = (char *)memory;
+    m->arena_bytes = bytes;
+    m->has_arena = 1;
+    ft__reserved_note(m);
+    return FT_OK;
+}
+
+static ft_status ft__serving_begin(ft_ctx *ctx)
+{
+    ft__memory *m = ctx->memory;
+    ft_mem_plan *plan = ctx->config.mem_plan;
+    int record = plan && ctx->device == FT_META && !plan->placed;
+    if (!record && (!plan || ctx->config.allocator != FT_ALLOC_ARENA)) return FT_OK;
+    m->plan = &plan->ranks[plan->ranks[ctx->rank].same_as];
+    if (record) {
+        if (m->plan->n_phases)
+            return ft_error(FT_ERR_STATE, "the memory plan has a record of rank %d already",
+                            ctx->rank);
+        FT_TRY(ft__phase_new(m->plan, "the set-up", &m->phase));
+    } else {
+        FT_TRY(ft__arena_begin(ctx));
+        m->phase = &m->plan->phases[0];
+    }
+    m->recording = record;
+    return FT_OK;
+}
+
+static void ft__serving_end(ft_ctx *ctx)
+{
+    ft__cache_end(ctx);
+    ft__raw_free(ctx, ctx->memory->arena);
+    FT_FREE(ctx->memory->spans);
+}
+
+static ft_status ft__serve(ft_ctx *ctx, ft_storage *st, ft_stream *home)
+{
+    ft__memory *m = ctx->memory;
+    ft_allocator allocator = ctx->config.allocator;
+    if (m->has_arena && st->phase) return ft__arena_take(ctx, st, home);
+    if (m->has_arena || allocator == FT_ALLOC_CACHING) return ft__cache_take(ctx, st, home);
+    FT_TRY(ft__raw_alloc(ctx, st->request_bytes, &st->raw));
+    st->data = st->raw;
+    return FT_OK;
+}
+
+typedef struct ft__free_task {
+    ft_ctx *ctx;
+    void *raw, *data;
+    size_t bytes;
+    int poison;
+} ft__free_task;
+
+/* With streams as threads freed memory is overwritten first: whoever reads it without having waited
+   finds NaN, not the old value. */
+static ft_status ft__free_run(void *arg)
+{
+    ft__free_task *task = (ft__free_task *)arg;
+    if (task->poison) memset(task->data, 0xff, task->bytes);
+    ft__raw_free(task->ctx, task->raw);
+    return FT_OK;
+}
+
+/* Memory goes back: raw memory to the system after the work queued on `last`; a block or a range at
+   once, with the event that its next user waits for. */
+static void ft__give_back(ft_storage *st, ft_stream *last)
+{
+    ft_ctx *ctx = st->ctx;
+    ft__free_task task;
+    task.ctx = ctx;
+    task.raw = st->raw;
+    task.data = st->data;
+    task.bytes = st->request_bytes;
+    task.poison = st->data && ft__async(ctx);
+    if ((task.raw || task.poison) &&
+        ft__stream_run_always(last, ft__free_run, &task, sizeof task) != FT_OK) {
+        (void)ft_stream_sync(last); /* no memory to queue the free: wait, then free here */
+        (void)ft__free_run(&task);
+    }
+    if (st->block) ft__cache_give(ctx->memory, st->block, last);
+    else if (ctx->memory->has_arena && st->phase) ft__arena_give(ctx->memory, st, last);
+}
+
+static ft_status ft__storage_create(ft_ctx *ctx, size_t bytes, ft_tag tag, ft_stream *home,
+                                    ft_storage **out)
 {
     ft_storage *st = (ft_storage *)FT_MALLOC(sizeof *st);
     if (!st)
@@ -2915,23 +4019,13 @@ static ft_status ft__storage_create(ft_ctx *ctx, size_t bytes, ft_tag tag, ft_st
     st->tag = tag;
     st->refs = 1;
     ft_status status = ft__account_check(ctx, st);
-    if (status == FT_OK && ctx->device == FT_GPU) {
-        status = ft__gpu_alloc(ctx, st->accounted_bytes, &st->block);
-        st->data = st->block;
+    if (status == FT_OK) status = ft__plan_alloc(ctx, st);
+    if (status == FT_OK) status = ft__serve(ctx, st, home);
+    if (status == FT_OK) {
+        status = ft__account_alloc(ctx, st);
+        if (status != FT_OK) ft__give_back(st, home);
     }
-    if (status == FT_OK && ctx->device == FT_CPU) {
-        st->block = FT_MALLOC(bytes + 63);
-        if (!st->block) {
-            FT_FREE(st);
-            return ft_error(FT_ERR_OOM, "the machine has no %zu bytes for %s (%s)", bytes,
-                            ft__where_text(ctx), ft_tag_name(tag));
-        }
-        st->data = (void *)(((uintptr_t)st->block + 63) / 64 * 64);
-    }
-    if (status == FT_OK) status = ft__account_alloc(ctx, st);
     if (status != FT_OK) {
-        if (st->block && ctx->device == FT_GPU) ft__gpu_free(ctx, st->block);
-        else if (st->block) FT_FREE(st->block);
         FT_FREE(st);
         return status;
     }
@@ -2939,18 +4033,6 @@ static ft_status ft__storage_create(ft_ctx *ctx, size_t bytes, ft_tag tag, ft_st
     if (st->next) st->next->prev = st;
     ctx->storages = st;
     *out = st;
-    return FT_OK;
-}
-
-typedef struct ft__free_task { void *block, *data; size_t bytes; int poison; } ft__free_task;
-
-/* With streams as threads freed memory is overwritten first: whoever reads it without having waited
-   finds NaN, not the old value. */
-static ft_status ft__free_run(void *arg)
-{
-    ft__free_task *task = (ft__free_task *)arg;
-    if (task->poison) memset(task->data, 0xff, task->bytes);
-    FT_FREE(task->block);
     return FT_OK;
 }
 
@@ -2965,19 +4047,8 @@ static void ft__storage_release(ft_storage *st, ft_stream *last)
     s->live[st->tag] -= st->accounted_bytes;
     ctx->memory->n_live--;
     if (ctx->config.timeline) ft__timeline_add(ctx, st, -(int64_t)st->accounted_bytes);
-    if (st->block && ctx->device == FT_GPU) {
-        ft__gpu_free(ctx, st->block);
-    } else if (st->block) {
-        ft__free_task task;
-        task.block = st->block;
-        task.data = st->data;
-        task.bytes = st->request_bytes;
-        task.poison = ft__async(ctx);
-        if (ft__stream_run_always(last, ft__free_run, &task, sizeof task) != FT_OK) {
-            (void)ft_stream_sync(last); /* no memory to queue the free: wait, then free here */
-            (void)ft__free_run(&task);
-        }
-    }
+    ft__plan_release(ctx, st);
+    ft__give_back(st, last);
     if (st->prev) st->prev->next = st->next; else ctx->storages = st->next;
     if (st->next) st->next->prev = st->prev;
     FT_FREE(st);
@@ -6052,7 +7123,7 @@ FT_API ft_status ft_tensor_attach(ft_tensor *tensor, ft_tag tag, ft_stream *home
                         tensor->base ? "it is a view; attach to its base" : "it has some already");
     if ((unsigned)tag >= FT_TAG_COUNT || !home)
         return ft_error(FT_ERR_ARG, "ft_tensor_attach: tag %d, stream %p", (int)tag, (void *)home);
-    return ft__storage_create(tensor->ctx, ft_bytes(tensor), tag, &tensor->storage);
+    return ft__storage_create(tensor->ctx, ft_bytes(tensor), tag, home, &tensor->storage);
 }
 
 FT_API ft_status ft_tensor_detach(ft_tensor *tensor, ft_stream *last)
@@ -6214,6 +7285,7 @@ static void ft__memory_end(ft_ctx *ctx)
     if (ctx->ops) FT_FREE((void *)(uintptr_t)ctx->ops);
     ctx->ops = NULL;
     if (ctx->memory) {
+        ft__serving_end(ctx);
         if (ctx->memory->events) FT_FREE(ctx->memory->events);
         FT_FREE(ctx->memory);
     }
@@ -6262,9 +7334,10 @@ static ft_status ft__exec(ft_ctx *ctx, ft_stream *stream, ft_op_call *call, int 
         FT_TRY(ft__kernel_of(call->op, ctx->device, which, &task.kernel));
     if (call->op->scratch) call->op->scratch(call);
     if (call->scratch_bytes)
-        FT_TRY(ft__storage_create(ctx, call->scratch_bytes, FT_TAG_ACT, &scratch));
+        FT_TRY(ft__storage_create(ctx, call->scratch_bytes, FT_TAG_ACT, stream, &scratch));
     if (call->workspace_bytes)
-        status = ft__storage_create(ctx, call->workspace_bytes, FT_TAG_WORKSPACE, &workspace);
+        status = ft__storage_create(ctx, call->workspace_bytes, FT_TAG_WORKSPACE, stream,
+                                    &workspace);
     if (status == FT_OK && ctx->device != FT_META) {
         task.call = *call;
         task.call.scratch = scratch ? scratch->data : NULL;

@@ -56,6 +56,7 @@ typedef struct settings {
     int64_t accumulate_dtype, reduce_dtype; /* ft_zero_dtype */
     int64_t sac;          /* position in the words of --sac; SAC_BUDGET has sac_budget_bytes */
     int64_t sac_budget_bytes;
+    int64_t allocator, memory_limit; /* ft_allocator; bytes, 0: none */
     int64_t micro_batch_size, micro_batches, seq_len;
     int64_t steps, warmup, seed;
     int64_t lr_schedule, lr_decay; /* ft_schedule; steps */
@@ -79,6 +80,7 @@ typedef enum option_kind {
     TAKES_REAL,  /* low..high */
     TAKES_WORD,  /* one of `value`, separated by |; stored as its position */
     TAKES_SAC,   /* the same, or budget=BYTES */
+    TAKES_BYTES, /* a number, with or without KiB, MiB, GiB */
     TAKES_PATH,
     TAKES_TEXT,
     TAKES_PATHS, /* all words up to the next flag */
@@ -137,6 +139,12 @@ static const option options[] = {
     {"--reduce-overlap", TAKES_WORD, "0|1", AT(reduce_overlap), 0, 0, "1",
      "1 reduces gradients under the next unit's backward and costs one more\n"
      "unit of them in stages 2 and 3"},
+    {"--allocator", TAKES_WORD, "default|system|caching|arena", AT(allocator), 0, 0, "default",
+     "who serves memory: the system for each request, chunks that are kept, or one\n"
+     "arena in which the plan has placed everything; default: FT_ALLOCATOR, or system"},
+    {"--memory-limit", TAKES_BYTES, "BYTES", AT(memory_limit), 0, 0, NULL,
+     "of a rank (suffix KiB, MiB, GiB): a plan that needs more is refused before anything\n"
+     "is allocated, with the changes that would make it fit and what each costs"},
     {"--keep-gathered", TAKES_WORD, "0|1", AT(keep_gathered), 0, 0, "0",
      "ZeRO-3: 1 keeps gathered weights until the step ends: less traffic, more memory"},
     {"--shard-ranks", TAKES_INT, "R", AT(shard_ranks), 0, 1024, "0",
@@ -280,22 +288,28 @@ static int parse_word(const option *opt, const char *text, int64_t *value) {
     return *value >= 0 || bad("%s %s: must be one of %s", opt->name, text, words);
 }
 
-static int parse_sac(const option *opt, const char *text, settings *set) {
+/* Bytes with a suffix or without, at least 1. */
+static int parse_bytes(const option *opt, const char *text, const char *number, const char *what,
+                       int64_t *value) {
     static const char *const suffix[] = {"", "KiB", "MiB", "GiB"};
     const char *rest;
     int64_t bytes;
     int unit, over;
-    if (strncmp(text, "budget=", 7) != 0) return parse_word(opt, text, &set->sac);
-    set->sac = SAC_BUDGET;
-    if (!read_int(text + 7, &rest, &bytes, &over))
-        return bad("%s %s: the budget is not a number of bytes", opt->name, text);
+    if (!read_int(number, &rest, &bytes, &over))
+        return bad("%s %s: the %s is not a number of bytes", opt->name, text, what);
     for (unit = 0; unit < 4 && strcmp(rest, suffix[unit]) != 0;) unit++;
     if (unit == 4) return bad("%s %s: suffixes are KiB, MiB and GiB", opt->name, text);
-    if (bytes < 1) return bad("%s %s: the budget must be at least 1 byte", opt->name, text);
+    if (bytes < 1) return bad("%s %s: the %s must be at least 1 byte", opt->name, text, what);
     if (over || bytes > (INT64_MAX >> (10 * unit)))
-        return bad("%s %s: the budget is too large", opt->name, text);
-    set->sac_budget_bytes = bytes << (10 * unit);
+        return bad("%s %s: the %s is too large", opt->name, text, what);
+    *value = bytes << (10 * unit);
     return 1;
+}
+
+static int parse_sac(const option *opt, const char *text, settings *set) {
+    if (strncmp(text, "budget=", 7) != 0) return parse_word(opt, text, &set->sac);
+    set->sac = SAC_BUDGET;
+    return parse_bytes(opt, text, text + 7, "budget", &set->sac_budget_bytes);
 }
 
 static int parse_value(const option *opt, const char *text, settings *set) {
@@ -305,6 +319,7 @@ static int parse_value(const option *opt, const char *text, settings *set) {
     case TAKES_REAL: return parse_real(opt, text, (double *)(void *)field);
     case TAKES_WORD: return parse_word(opt, text, int_field(set, opt->offset));
     case TAKES_SAC: return parse_sac(opt, text, set);
+    case TAKES_BYTES: return parse_bytes(opt, text, text, "limit", int_field(set, opt->offset));
     case TAKES_TEXT:
         if (text[0] == '\0') return bad("%s needs a value", opt->name);
         *(const char **)(void *)field = text;
@@ -376,6 +391,7 @@ static void print_help(void) {
 typedef struct rank_result { /* written by its own rank, read when all have ended */
     ft_mem_stats memory;
     double step_flops; /* forward and backward of the first step, replays not counted */
+    ft_flops flops;                    /* all steps */
     int64_t sent[FT_COLLECTIVE_COUNT]; /* bytes, all groups, all steps */
 } rank_result;
 
@@ -389,9 +405,12 @@ typedef struct job {
     const ft_io_sampler *sampler; /* NULL in a plan: there tokens have no values */
     const ft_io_eval *eval;       /* NULL: no validation */
     int64_t steps;
+    int only_rank;                /* a plan of this rank alone; -1: of all */
+    ft_mem_plan *mem_plan;        /* records the plan, places the run; NULL without an arena */
     rank_result *results;         /* [R] */
     ft_io_log *log;
     int live;                     /* progress as one line that is written over */
+    int quiet;                    /* no line for a step or a validation */
     int32_t *text;                /* [prompt + N]: the prompt, then what the model appends */
     int64_t prompt;
     double step_flops;            /* all ranks' together, as planned */
@@ -596,8 +615,12 @@ static ft_status evaluate(trainer *t, double *loss) {
     double sum = 0;
     if (!every) return FT_ERR_OOM;
     t->eval_sum = 0;
-    for (t->eval_batch = 0; t->eval_batch < batches; t->eval_batch++)
+    for (t->eval_batch = 0; t->eval_batch < batches; t->eval_batch++) {
+        FT_TRY(ft_mem_phase_begin(t->ctx, "eval"));
         FT_TRY(ft_pp_run(t->eval_pipeline, &t->eval_program));
+        FT_TRY(ft_mem_phase_end(t->ctx));
+    }
+    FT_TRY(ft_mem_phase_begin(t->ctx, "eval sums"));
     sums[0] = (float)t->eval_sum; /* high and low part: as exact as the double */
     sums[1] = (float)(t->eval_sum - (double)sums[0]);
     FT_TRY(ft_tensor_create(t->ctx, &mine, FT_F32, 1, &pair, FT_TAG_COMM));
@@ -607,6 +630,7 @@ static ft_status evaluate(trainer *t, double *loss) {
     FT_TRY(ft_download(all, every));
     ft_tensor_free(mine);
     ft_tensor_free(all);
+    FT_TRY(ft_mem_phase_end(t->ctx));
     for (int64_t i = 0; i < pairs; i++) sum += (double)every[i];
     ft_host_free(t->ctx, every);
     *loss = t->work->sampler
@@ -638,10 +662,11 @@ static ft_status report_step(job *work, const trainer *t, int64_t step, double l
     ft_mem_get(t->ctx, &memory);
     if (step == 1) work->first_loss = work->report.loss;
     if (work->live) print_bar(work, step);
-    printf("step %lld/%lld | loss %.4f | norm %.4f | lr %.3g | %.0f tok/s%s | peak %.2f MiB%s",
-           (long long)step, (long long)work->steps, work->report.loss, work->report.grad_norm, lr,
-           rate, utilisation(work, seconds, text), mib(memory.peak_bytes),
-           work->live ? " " : "\n");
+    if (!work->quiet)
+        printf("step %lld/%lld | loss %.4f | norm %.4f | lr %.3g | %.0f tok/s%s | peak %.2f MiB%s",
+               (long long)step, (long long)work->steps, work->report.loss, work->report.grad_norm,
+               lr, rate, utilisation(work, seconds, text), mib(memory.peak_bytes),
+               work->live ? " " : "\n");
     work->line_open = work->live;
     fflush(stdout);
     if (!work->log) return FT_OK;
@@ -660,8 +685,9 @@ static ft_status report_eval(job *work, int64_t step, double loss) {
     work->eval_loss = loss;
     if (work->line_open) putchar('\n');
     work->line_open = 0;
-    printf("step %lld/%lld | validation loss %.4f\n", (long long)step, (long long)work->steps,
-           loss);
+    if (!work->quiet)
+        printf("step %lld/%lld | validation loss %.4f\n", (long long)step, (long long)work->steps,
+               loss);
     if (!work->log) return FT_OK;
     ft_io_log_begin(work->log);
     ft_io_log_int(work->log, "step", step);
@@ -687,6 +713,7 @@ static ft_status train(trainer *t) {
     for (step = 0; step < work->steps; step++) {
         double lr = ft_lr_at(&schedule, step), step_begin = now_s();
         ft_zero_report report;
+        FT_TRY(ft_mem_phase_begin(t->ctx, "step"));
         FT_TRY(train_step(t, step, lr));
         FT_TRY(ft_zero_report_get(t->zero, &report)); /* waits for the step to be over */
         if (step == 0) {
@@ -694,6 +721,7 @@ static ft_status train(trainer *t) {
             ft_flops_get(t->ctx, &flops);
             work->results[ft_rank(t->ctx)].step_flops = flops.forward + flops.backward;
         }
+        FT_TRY(ft_mem_phase_end(t->ctx));
         if (work->sampler && ft_rank(t->ctx) == 0) {
             work->report = report;
             FT_TRY(report_step(work, t, step + 1, lr, now_s() - step_begin));
@@ -711,6 +739,7 @@ static void keep_result(trainer *t) {
     ft_traffic traffic[MAX_GROUPS];
     int groups = ft_traffic_get(t->ctx, MAX_GROUPS, traffic), g, kind;
     ft_mem_get(t->ctx, &result->memory);
+    ft_flops_get(t->ctx, &result->flops);
     memset(result->sent, 0, sizeof result->sent);
     for (g = 0; g < groups && g < MAX_GROUPS; g++)
         for (kind = 0; kind < FT_COLLECTIVE_COUNT; kind++)
@@ -829,6 +858,13 @@ static ft_status launch(job *work, ft_device device) {
     config.gpus = (int)work->set->gpus;
     config.ranks_per_gpu = (int)work->set->ranks_per_gpu;
     config.gemm_table = work->set->gemm_table;
+    config.mem_plan = work->mem_plan;
+    if (device == FT_META) {
+        config.only_rank = work->only_rank;
+    } else {
+        config.allocator = (ft_allocator)work->set->allocator;
+        config.memory_limit = (size_t)work->set->memory_limit;
+    }
     return ft_launch(&config, rank_main, work);
 }
 
@@ -968,6 +1004,7 @@ typedef struct program { /* what main() opens and must close */
     int32_t *text;              /* [prompt + N] */
     int64_t prompt;
     rank_result *plan, *run;    /* [R] */
+    ft_mem_plan *mem_plan;
     ft_io_log *log;
     ft_io_json *memory_json;
     double peak_flops;          /* of the GPUs in use; 0: not known, or none */
@@ -1217,6 +1254,8 @@ static job job_create(program *p) {
     work.first_layer = p->first_layer;
     if (p->set.eval_data.n) work.eval = &p->eval;
     work.steps = 1;
+    work.only_rank = -1;
+    work.mem_plan = p->mem_plan;
     work.results = p->plan;
     return work;
 }
@@ -1246,17 +1285,290 @@ static ft_status choose_recompute(program *p, job *plan) {
     return FT_OK;
 }
 
+/* ---------------------------------------------------------------------------------- does it fit */
+
+/* What a configuration takes, found by one step on meta. Ranks of a pipeline stage are alike, so
+   one of each stage stands for all. */
+typedef struct trial {
+    settings set;
+    const char *change[8];    /* what differs from what was asked for; NULL after the last */
+    size_t peak_bytes;        /* of the fullest rank */
+    double flops, replay;     /* of the busiest rank, a step */
+    int64_t sent;             /* by the rank that sends most, a step */
+    int planned, fits;
+} trial;
+
+static void free_program(program *p);
+
+static ft_status plan_stages(program *p, trial *t) {
+    int stage, stages = (int)p->set.pp, each = rank_count(&p->set) / stages, kind;
+    job plan = job_create(p);
+    FT_TRY(choose_recompute(p, &plan));
+    t->peak_bytes = 0;
+    t->flops = t->replay = 0;
+    t->sent = 0;
+    for (stage = 0; stage < stages; stage++) {
+        const rank_result *r = &p->plan[stage * each];
+        double flops;
+        int64_t sent = 0;
+        plan.only_rank = stage * each;
+        FT_TRY(launch(&plan, FT_META));
+        flops = r->flops.forward + r->flops.backward + r->flops.replay;
+        for (kind = 0; kind < FT_COLLECTIVE_COUNT; kind++) sent += r->sent[kind];
+        if (r->memory.peak_bytes > t->peak_bytes) t->peak_bytes = r->memory.peak_bytes;
+        if (flops > t->flops) t->flops = flops;
+        if (r->flops.replay > t->replay) t->replay = r->flops.replay;
+        if (sent > t->sent) t->sent = sent;
+    }
+    t->planned = 1;
+    return FT_OK;
+}
+
+static ft_status plan_trial(trial *t) {
+    program p;
+    ft_status status;
+    memset(&p, 0, sizeof p);
+    p.set = t->set;
+    p.set.data.n = p.set.eval_data.n = 0; /* tokens have no values here */
+    p.set.device = FT_META;
+    p.set.log_path = p.set.memory_json_path = NULL;
+    p.set.sample = p.set.eval_every = 0;
+    status = open_inputs(&p);
+    if (status == FT_OK) status = plan_stages(&p, t);
+    free_program(&p);
+    return status;
+}
+
+/* The changes that are tried: each returns 0 where it would change nothing. */
+static int change_sac(settings *set, int64_t to) {
+    if (set->sac == SAC_BUDGET || to <= set->sac) return 0;
+    set->sac = to;
+    return 1;
+}
+static int change_selective(settings *set) { return change_sac(set, FT_SAC_SELECTIVE); }
+static int change_full(settings *set) { return change_sac(set, FT_SAC_FULL); }
+static int change_stage(settings *set, int64_t to) {
+    if (set->dp == 1 || to <= set->zero_stage) return 0;
+    set->zero_stage = to;
+    return 1;
+}
+static int change_stage_1(settings *set) { return change_stage(set, 1); }
+static int change_stage_2(settings *set) { return change_stage(set, 2); }
+static int change_stage_3(settings *set) { return change_stage(set, 3); }
+static int change_overlap(settings *set) {
+    int was = (int)set->reduce_overlap && set->zero_stage >= 2 && set->dp > 1;
+    set->reduce_overlap = 0;
+    return was;
+}
+static int change_prefetch(settings *set) {
+    int was = set->prefetch > 0 && set->zero_stage == 3 && set->dp > 1;
+    set->prefetch = 0;
+    return was;
+}
+static int change_kept(settings *set) {
+    int was = (int)set->keep_gathered && set->zero_stage == 3;
+    set->keep_gathered = 0;
+    return was;
+}
+static int change_batch(settings *set, int64_t by) {
+    if (set->micro_batch_size % by) return 0;
+    set->micro_batch_size /= by;
+    set->micro_batches *= by;
+    return 1;
+}
+static int change_half(settings *set) { return change_batch(set, 2); }
+static int change_quarter(settings *set) { return change_batch(set, 4); }
+static int change_eighth(settings *set) { return change_batch(set, 8); }
+static int change_sequence(settings *set) {
+    int was = set->tp > 1 && !set->sequence_parallel && set->seq_len % set->tp == 0;
+    set->sequence_parallel = 1;
+    return was;
+}
+
+typedef struct change { const char *text; int (*apply)(settings *set); int axis; } change;
+
+static const change changes[] = { /* of an axis at most one at a time */
+    {"--sac selective", change_selective, 0},
+    {"--sac full", change_full, 0},
+    {"--zero-stage 1", change_stage_1, 1},
+    {"--zero-stage 2", change_stage_2, 1},
+    {"--zero-stage 3", change_stage_3, 1},
+    {"half the micro-batch, twice as many", change_half, 2},
+    {"a quarter of the micro-batch, four times as many", change_quarter, 2},
+    {"an eighth of the micro-batch, eight times as many", change_eighth, 2},
+    {"--sp", change_sequence, 3},
+    {"--reduce-overlap 0", change_overlap, 4},
+    {"--keep-gathered 0", change_kept, 5},
+    {"--prefetch 0", change_prefetch, 6},
+};
+
+enum { CHANGES = (int)(sizeof changes / sizeof changes[0]), CHANGE_AXES = 7, MAX_TOGETHER = 3 };
+
+/* a then b then c, by position in changes[], those below 0 left out; 0 if one does nothing. */
+static int trial_of(const settings *set, const int *which, trial *t) {
+    int i, n = 0;
+    memset(t, 0, sizeof *t);
+    t->set = *set;
+    for (i = 0; i < MAX_TOGETHER; i++) {
+        if (which[i] < 0) continue;
+        if (i && which[i - 1] >= 0 &&
+            changes[which[i]].axis <= changes[which[i - 1]].axis) return 0;
+        if (!changes[which[i]].apply(&t->set)) return 0;
+        t->change[n++] = changes[which[i]].text;
+    }
+    return n;
+}
+
+/* A change that fits alone makes its combinations pointless. */
+static int has_fitting_part(const trial *found, int n, const trial *t) {
+    int i, a, b, all;
+    for (i = 0; i < n; i++) {
+        if (!found[i].fits) continue;
+        for (all = 1, a = 0; found[i].change[a] && all; a++) {
+            for (b = 0; t->change[b] && t->change[b] != found[i].change[a];) b++;
+            all = t->change[b] != NULL;
+        }
+        if (all) return 1;
+    }
+    return 0;
+}
+
+static void print_trial(const trial *t, const trial *asked) {
+    char text[32], sent[32];
+    int i;
+    double more = t->flops / asked->flops - 1;
+    printf("  %15s  %+6.1f%%  %18s  ", thousands((int64_t)t->peak_bytes, text), 100 * more,
+           thousands(t->sent - asked->sent, sent));
+    for (i = 0; t->change[i]; i++) printf("%s%s", i ? ", " : "", t->change[i]);
+    putchar('\n');
+}
+
+static int trial_cmp(const void *a, const void *b) { /* cheapest first: work, then traffic */
+    const trial *x = (const trial *)a, *y = (const trial *)b;
+    if (x->fits != y->fits) return y->fits - x->fits;
+    if (x->flops != y->flops) return x->flops < y->flops ? -1 : 1;
+    if (x->sent != y->sent) return x->sent < y->sent ? -1 : 1;
+    return x->peak_bytes < y->peak_bytes ? -1 : x->peak_bytes > y->peak_bytes;
+}
+
+/* Single changes, then pairs, then threes, until some fit or the time is up. */
+static int find_fits(const program *p, size_t limit, trial *found, int most) {
+    int n = 0, fits = 0, together, which[MAX_TOGETHER], a, b, c;
+    double begin = now_s();
+    for (together = 1; together <= MAX_TOGETHER && (together == 1 || !fits); together++)
+        for (a = together > 2 ? 0 : -1; a < (together > 2 ? CHANGES : 0); a++)
+            for (b = together > 1 ? 0 : -1; b < (together > 1 ? CHANGES : 0); b++)
+                for (c = 0; c < CHANGES; c++) {
+                    trial t;
+                    which[0] = a;
+                    which[1] = b;
+                    which[2] = c;
+                    if (n == most || now_s() - begin > 20) return n;
+                    if (!trial_of(&p->set, which, &t) || has_fitting_part(found, n, &t)) continue;
+                    if (plan_trial(&t) != FT_OK) continue; /* a layout that cannot do it */
+                    t.fits = t.peak_bytes <= limit;
+                    fits += t.fits;
+                    found[n++] = t;
+                }
+    return n;
+}
+
+/* Prints what would make it fit. Every line is a run on meta: nothing is allocated. */
+static void advise(const program *p, size_t limit) {
+    enum { MOST = 512, SHOWN = 12 };
+    trial asked, *found = (trial *)calloc(MOST, sizeof *found);
+    int n, i, fits = 0, least = -1;
+    if (!found) return;
+    memset(&asked, 0, sizeof asked);
+    asked.set = p->set;
+    if (plan_trial(&asked) == FT_OK) {
+        n = find_fits(p, limit, found, MOST);
+        for (i = 0; i < n; i++) fits += found[i].fits;
+        for (i = 0; i < n; i++)
+            if (least < 0 || found[i].peak_bytes < found[least].peak_bytes) least = i;
+        printf("\n%s\n  %15s  %7s  %18s  change\n",
+               fits ? "what would fit, cheapest first (a step of the busiest rank)"
+                    : "nothing that was tried fits; the least is", "peak", "flops", "bytes sent");
+        if (!fits && least >= 0) print_trial(&found[least], &asked);
+        if (fits) qsort(found, (size_t)n, sizeof *found, trial_cmp);
+        for (i = 0; i < fits && i < SHOWN; i++) print_trial(&found[i], &asked);
+        fflush(stdout);
+    }
+    free(found);
+}
+
+/* Memory that a rank takes of its device: the arena where there is one, else its peak. */
+static size_t bytes_needed(const program *p, int rank) {
+    ft_mem_plan_info info;
+    if (p->mem_plan && ft_mem_plan_get(p->mem_plan, rank, &info) == FT_OK)
+        return info.reserved_bytes;
+    return p->plan[rank].memory.peak_bytes;
+}
+
+static ft_status check_fit(const program *p) {
+    size_t limit = (size_t)p->set.memory_limit, need = 0;
+    char text[32], most[32];
+    int r, fullest = 0;
+    if (!limit) return FT_OK;
+    for (r = 0; r < rank_count(&p->set); r++)
+        if (bytes_needed(p, r) > need) need = bytes_needed(p, fullest = r);
+    if (need <= limit) {
+        printf("  fits in %s bytes\n", thousands((int64_t)limit, text));
+        return FT_OK;
+    }
+    advise(p, limit);
+    return ft_error(FT_ERR_OOM, "rank %d needs %s bytes and the limit is %s: nothing was allocated",
+                    fullest, thousands((int64_t)need, text), thousands((int64_t)limit, most));
+}
+
+/* --------------------------------------------------------------------------------- plan and run */
+
+/* How much more than the peak the fullest rank's arena takes. */
+static ft_status print_arena(const program *p) {
+    ft_mem_plan_info info, most;
+    char text[32], count[32];
+    int r;
+    memset(&most, 0, sizeof most);
+    for (r = 0; r < rank_count(&p->set); r++) {
+        FT_TRY(ft_mem_plan_get(p->mem_plan, r, &info));
+        if (info.reserved_bytes > most.reserved_bytes) most = info;
+    }
+    printf("  arena of %s bytes, %.4f times the peak, for %s allocations\n",
+           thousands((int64_t)most.reserved_bytes, text),
+           (double)most.reserved_bytes / (double)most.peak_bytes,
+           thousands(most.allocations, count));
+    return FT_OK;
+}
+
 /* One step on meta: the same program, no storage. */
 static ft_status make_plan(program *p) {
-    job plan = job_create(p);
+    job plan;
     double begin;
+    if (p->set.allocator == FT_ALLOC_ARENA)
+        FT_TRY(ft_mem_plan_create(rank_count(&p->set), &p->mem_plan));
+    plan = job_create(p);
     FT_TRY(choose_recompute(p, &plan));
     begin = now_s();
     FT_TRY(launch(&plan, FT_META));
     printf("\nplan: bytes of each rank at its peak (one step on meta, %.2f s)\n", now_s() - begin);
     FT_TRY(print_memory(rank_count(&p->set), p->plan));
+    if (p->mem_plan) FT_TRY(ft_mem_plan_place(p->mem_plan));
+    if (p->mem_plan) FT_TRY(print_arena(p));
+    FT_TRY(check_fit(p));
     fflush(stdout);
     return FT_OK;
+}
+
+/* What the allocator held, beside the peak. */
+static void print_reserved(int ranks, const rank_result *run) {
+    char text[32];
+    int r, most = 0;
+    for (r = 1; r < ranks; r++)
+        if (run[r].memory.reserved_bytes > run[most].memory.reserved_bytes) most = r;
+    if (run[most].memory.reserved_bytes)
+        printf("  reserved: at most %s bytes, %.4f times the peak\n",
+               thousands((int64_t)run[most].memory.reserved_bytes, text),
+               (double)run[most].memory.reserved_bytes / (double)run[most].memory.peak_bytes);
 }
 
 static ft_status train_for_real(program *p) {
@@ -1287,6 +1599,7 @@ static ft_status train_for_real(program *p) {
     puts("\nrun: bytes of each rank at its peak");
     FT_TRY(print_memory(ranks, p->run));
     wrong = planned_wrong(ranks, p->plan, p->run);
+    print_reserved(ranks, p->run);
     if (wrong == 0) puts("  equal to the plan, to the byte, on every rank");
     else printf("  NOT as planned on %d of %d ranks: please report this\n", wrong, ranks);
     printf("\nbytes sent by each rank in %lld steps\n", (long long)p->set.steps);
@@ -1319,6 +1632,17 @@ static ft_status run_program(program *p) {
     return FT_OK;
 }
 
+static void free_program(program *p) {
+    ft_io_data_close(p->data);
+    ft_io_data_close(p->eval_data);
+    free(p->first_layer);
+    free(p->sac);
+    free(p->text);
+    free(p->plan);
+    free(p->run);
+    ft_mem_plan_free(p->mem_plan);
+}
+
 /* Closes everything; an error of closing counts unless there was one before. */
 static ft_status close_program(program *p, ft_status status) {
     ft_status closed = FT_OK;
@@ -1334,13 +1658,7 @@ static ft_status close_program(program *p, ft_status status) {
         if (closed == FT_OK) closed = finished;
     }
     if (status == FT_OK && closed != FT_OK) fprintf(stderr, "error: %s\n", ft_last_error());
-    ft_io_data_close(p->data);
-    ft_io_data_close(p->eval_data);
-    free(p->first_layer);
-    free(p->sac);
-    free(p->text);
-    free(p->plan);
-    free(p->run);
+    free_program(p);
     return status != FT_OK ? status : closed;
 }
 
@@ -1360,7 +1678,12 @@ static int output_written(void) {
     return 0;
 }
 
-int main(int argc, char **argv) {
+/* A program that includes this file, to run the same step, names main() otherwise. */
+#ifndef TRAIN_LLAMA_MAIN
+#define TRAIN_LLAMA_MAIN main
+#endif
+
+int TRAIN_LLAMA_MAIN(int argc, char **argv) {
     program p;
     /* A closed descriptor 1 would become the first file that is opened. */
     if (fcntl(STDOUT_FILENO, F_GETFD) < 0 || fcntl(STDERR_FILENO, F_GETFD) < 0) {

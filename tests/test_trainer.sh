@@ -110,6 +110,10 @@ data="--data $dir/data.txt"
         refuse "budget" $small $data --sac "budget=$value"
     done
     refuse "byte" $small $data --sac budget=1KiB
+    for value in 0 -5 99999999999999999999 12XB 99999999999GiB x ""; do
+        refuse "memory-limit" $small $data --memory-limit "$value"
+    done
+    refuse "arena" $small $data --allocator some
     refuse "needs a value" $small $data --sac
     refuse "too large" $data --micro-batch-size 16777216 --seq-len 16777216
     refuse "too large" $data --micro-batch-size 16777216 --micro-batches 65536 --seq-len 8
@@ -214,6 +218,54 @@ for layout in "--dp 1" "--dp 3 --zero-stage 0" "--dp 2 --zero-stage 1 --micro-ba
     else pass "$name"
     fi
 done
+
+# ------------------------------------------------------------------------- allocators and limits
+
+layout="$batch --zero-stage 3 --steps 2 --hash"
+reference=
+for allocator in system caching arena; do
+    # shellcheck disable=SC2086
+    run $small $data $layout --allocator $allocator
+    hash=$(grep '^hash ' "$dir/out")
+    [ -n "$reference" ] || reference=$hash
+    ratio=$(sed -n 's/.*reserved: at most .* bytes, \([0-9.]*\) times the peak/\1/p' "$dir/out")
+    case $allocator:$ratio in
+    system: | caching:[1-9]* | arena:1.0[0-4]*) held=yes ;;
+    *) held=no ;;
+    esac
+    if [ -n "$hash" ] && [ "$hash" = "$reference" ] && [ $held = yes ]; then
+        pass "allocator $allocator"
+    else
+        fail "allocator $allocator" "'$hash', not '$reference'; reserved '$ratio' times the peak"
+    fi
+done
+
+# A byte less than the peak is refused before anything runs; every flag that is offered then fits,
+# with the peak that was promised.
+least=$(peak "$batch")
+name="a limit that is the peak fits"
+# shellcheck disable=SC2086
+if run $small $data $batch --steps 1 --memory-limit "$least" && grep -q "fits in" "$dir/out"; then
+    pass "$name"
+else fail "$name" "it is refused"; fi
+name="a limit below the peak is refused, with what would fit"
+# shellcheck disable=SC2086
+run $small $data $batch --steps 1 --memory-limit $((least - 1))
+if [ $? = 1 ] && grep -q "nothing was allocated" "$dir/err" && ! grep -q "^step" "$dir/out" &&
+    grep -q "what would fit" "$dir/out"; then pass "$name"
+else fail "$name" "$(cat "$dir/err")"; fi
+sed -n '/what would fit/,$p' "$dir/out" | grep -e '  --' | tr -d , |
+    awk '{ printf "%s", $1; for (i = 4; i <= NF; i++) printf " %s", $i; print "" }' >"$dir/offers"
+offers=0
+while read -r bytes flags; do
+    offers=$((offers + 1))
+    name="offered: $flags"
+    # shellcheck disable=SC2086
+    if run $small --device meta $batch $flags --memory-limit "$bytes" &&
+        [ "$(peak "$batch $flags")" = "$bytes" ]; then pass "$name"
+    else fail "$name" "it does not need $bytes bytes"; fi
+done <"$dir/offers"
+if [ $offers -ge 2 ]; then pass "changes are offered"; else fail "changes are offered" "$offers"; fi
 
 begin=$(date +%s)
 if run --device meta --dp 8 --zero-stage 3 --sac full --hidden 8192 --layers 80 --heads 64 \
