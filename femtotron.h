@@ -180,6 +180,8 @@ FT_API ft_status ft_gpu_count(int *gpus);
 #define FT_GPU_NAME_BYTES 256
 FT_API ft_status ft_gpu_name(int gpu, char name[FT_GPU_NAME_BYTES]);
 /* What the driver calls it: "NVIDIA H200". */
+FT_API ft_status ft_gpu_memory(int gpu, size_t *free_bytes, size_t *total_bytes);
+/* Its memory, and what of it nobody uses now. */
 
 FT_API int ft_rank(const ft_ctx *ctx);
 FT_API int ft_world(const ft_ctx *ctx);
@@ -9565,6 +9567,16 @@ ft_status ft_gpu_name(int gpu, char name[FT_GPU_NAME_BYTES])
     return FT_OK;
 }
 
+ft_status ft_gpu_memory(int gpu, size_t *free_bytes, size_t *total_bytes)
+{
+    int before = 0;
+    FT__CUDA(cudaGetDevice(&before));
+    FT__CUDA(cudaSetDevice(gpu));
+    FT__CUDA(cudaMemGetInfo(free_bytes, total_bytes));
+    FT__CUDA(cudaSetDevice(before));
+    return FT_OK;
+}
+
 /* How many GPUs a launch uses, and whether its ranks find room on them. */
 static ft_status ft__gpu_check(ft_config *c)
 {
@@ -10349,6 +10361,13 @@ ft_status ft_gpu_name(int gpu, char name[FT_GPU_NAME_BYTES])
 {
     (void)gpu;
     name[0] = 0;
+    return ft__gpu_none();
+}
+
+ft_status ft_gpu_memory(int gpu, size_t *free_bytes, size_t *total_bytes)
+{
+    (void)gpu;
+    *free_bytes = *total_bytes = 0;
     return ft__gpu_none();
 }
 
