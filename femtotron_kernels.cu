@@ -348,6 +348,7 @@ static plane plane_of(int64_t rows, int64_t cols, ft_dtype t, uintptr_t addresse
     p.cols = cols;
     p.wide = aligned(addresses) && (rows == 1 || cols % W == 0);
     items = p.wide ? over(cols, W) : cols;
+    if (rows == 1) x = 256; /* kernels of one row look at threads x alone */
     while (x < 256 && x < items) x *= 2;
     p.block = dim3((unsigned)x, (unsigned)(256 / x), 1);
     p.grid = dim3((unsigned)over(items, x), (unsigned)least(over(rows, 256 / x), 65535), 1);
