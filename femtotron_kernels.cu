@@ -96,8 +96,8 @@ static __device__ __forceinline__ void open(float (&v)[8], uint4 r)
 
 static __device__ __forceinline__ unsigned pair_of(float low, float high)
 {
-    return (unsigned)__bfloat16_as_ushort(__float2bfloat16_rn(low)) |
-           (unsigned)__bfloat16_as_ushort(__float2bfloat16_rn(high)) << 16;
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return (unsigned)__bfloat16_as_ushort(pair.x) | (unsigned)__bfloat16_as_ushort(pair.y) << 16;
 }
 
 static __device__ __forceinline__ float rounded(float x, const float *) { return x; }
@@ -220,6 +220,18 @@ static __device__ __forceinline__ void get_or_zero(float (&v)[W], const T *base,
 /* Sums over groups of `lanes` neighbouring threads: a power of two up to 32, or a multiple of 32.
    All threads of the block call it equally often, each with a `room` that was not used by the call
    before; every thread of a group gets the same bits. */
+static __device__ __forceinline__ float group_sum(float s, int lanes, float *room)
+{
+    for (int o = (lanes < 32 ? lanes : 32) / 2; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
+    if (lanes <= 32) return s;
+    const int warps = lanes / 32, first = (int)threadIdx.x / lanes * warps;
+    if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = s;
+    __syncthreads();
+    s = 0;
+    for (int i = 0; i < warps; i++) s += room[first + i];
+    return s;
+}
+
 static __device__ __forceinline__ float2 group_sum(float2 s, int lanes, float2 *room)
 {
     for (int o = (lanes < 32 ? lanes : 32) / 2; o; o >>= 1) {
@@ -1023,16 +1035,18 @@ static __device__ __forceinline__ int64_t norm_first(const norm_args &a, const n
 }
 
 /* The weights stay packed in registers, 16 bytes a set, and are opened where they are used. */
-template <typename T, int SETS>
-static __global__ void __launch_bounds__(SETS > 1 ? 256 : 1024) norm_kernel(norm_args a)
+template <typename T, int SETS, int MOST>
+static __global__ void __launch_bounds__(MOST, MOST > 256 ? 1 : SETS > 1 ? 4 : 5)
+norm_kernel(norm_args a)
 {
     constexpr int W = FTK_WIDTH(T);
-    __shared__ float2 room[2][32];
+    __shared__ float room[2][32];
     const int lane = (int)threadIdx.x % a.lanes, group = (int)threadIdx.x / a.lanes;
     const int groups = (int)blockDim.x / a.lanes, c = lane * W;
     const int64_t step = (int64_t)gridDim.x * groups;
     const int64_t tokens = step / a.per, heads = step % a.per;
     const bool mine = c < a.C;
+    const float each = 1.0f / (float)a.C;
     const T *x = (const T *)a.x, *delta = (const T *)a.delta;
     const uint4 none = make_uint4(0, 0, 0, 0);
     uint4 weights[SETS];
@@ -1063,18 +1077,19 @@ static __global__ void __launch_bounds__(SETS > 1 ? 256 : 1024) norm_kernel(norm
             if (delta) ahead_delta = take(delta + n, a.vec);
         }
         if (delta && here) put((T *)a.sum + i, v, a.vec);
-        float2 s = make_float2(0, 0);
-        for (int j = 0; j < W; j++) s.x += v[j] * v[j];
+        float s = 0;
+        for (int j = 0; j < W; j++) s += v[j] * v[j];
         s = group_sum(s, a.lanes, room[turn]);
-        const float r = 1.0f / sqrtf(s.x / (float)a.C + a.eps);
+        const float r = rsqrtf(s * each + a.eps);
         open(w, SETS > 1 && at.head >= a.split ? weights[SETS - 1] : weights[0]);
         for (int j = 0; j < W; j++) v[j] = v[j] * r * w[j];
         if (here) put((T *)a.y + i, v, a.vec);
     }
 }
 
-template <typename T, int SETS>
-static __global__ void __launch_bounds__(SETS > 1 ? 256 : 1024) norm_grad_kernel(norm_args a)
+template <typename T, int SETS, int MOST>
+static __global__ void __launch_bounds__(MOST, MOST > 256 ? 1 : SETS > 1 ? 2 : 4)
+norm_grad_kernel(norm_args a)
 {
     constexpr int W = FTK_WIDTH(T);
     __shared__ float2 room[2][32];
@@ -1084,6 +1099,7 @@ static __global__ void __launch_bounds__(SETS > 1 ? 256 : 1024) norm_grad_kernel
     const int64_t step = (int64_t)gridDim.x * groups;
     const int64_t tokens = step / a.per, heads = step % a.per;
     const bool mine = c < a.C;
+    const float each = 1.0f / (float)a.C;
     const T *x = (const T *)a.x, *dy = (const T *)a.dy, *pass = (const T *)a.pass;
     const uint4 none = make_uint4(0, 0, 0, 0);
     uint4 weights[SETS];
@@ -1124,7 +1140,7 @@ static __global__ void __launch_bounds__(SETS > 1 ? 256 : 1024) norm_grad_kernel
         }
         s = group_sum(s, a.lanes, room[turn]);
         if (!here) continue; /* without a row r is infinite where eps is 0 */
-        const float r = 1.0f / sqrtf(s.x / (float)a.C + a.eps), mean = s.y / (float)a.C * r;
+        const float r = rsqrtf(s.x * each + a.eps), mean = s.y * each * r;
         open(w, second ? weights[SETS - 1] : weights[0]);
         for (int j = 0; j < W; j++) {
             const float u = v[j] * r;
@@ -1176,7 +1192,7 @@ static __device__ float2 norm_stats(const norm_args &a, const T *x, float2 *room
         for (int j = 0; j < W; j++) s.x += (v[j] - mean) * (v[j] - mean);
     }
     s = block_sum(s, room);
-    return make_float2(mean, 1.0f / sqrtf(s.x / (float)a.C + a.eps));
+    return make_float2(mean, rsqrtf(s.x / (float)a.C + a.eps));
 }
 
 template <typename T, int W>
@@ -1304,13 +1320,18 @@ static void norm_align(norm_args *a)
                      FTK_AT(a->y) | FTK_AT(a->dx.data) | FTK_AT(a->parts));
 }
 
+/* Small blocks are compiled for a few of them on a multiprocessor. */
+#define FTK_NORM_OF(kernel, T, a, grid, block, shared, stream)                                     \
+    do {                                                                                           \
+        if ((a).sets > 1) kernel<T, 2, 256><<<grid, block, shared, stream>>>(a);                   \
+        else if ((block) <= 256) kernel<T, 1, 256><<<grid, block, shared, stream>>>(a);            \
+        else kernel<T, 1, 1024><<<grid, block, shared, stream>>>(a);                               \
+    } while (0)
+
 #define FTK_NORM(kernel, dtype, a, grid, block, shared, stream)                                    \
     do {                                                                                           \
-        if ((dtype) == FT_BF16 && (a).sets > 1)                                                    \
-            kernel<bf16, 2><<<grid, block, shared, stream>>>(a);                                   \
-        else if ((dtype) == FT_BF16) kernel<bf16, 1><<<grid, block, shared, stream>>>(a);          \
-        else if ((a).sets > 1) kernel<float, 2><<<grid, block, shared, stream>>>(a);               \
-        else kernel<float, 1><<<grid, block, shared, stream>>>(a);                                 \
+        if ((dtype) == FT_BF16) FTK_NORM_OF(kernel, bf16, a, grid, block, shared, stream);         \
+        else FTK_NORM_OF(kernel, float, a, grid, block, shared, stream);                           \
     } while (0)
 
 static ft_status norm_forward(const ft_op_call *call, norm_args a, ft_dtype t)
@@ -2053,7 +2074,7 @@ FT_API ft_status ftk_tp_lookup_grad(const ft_op_call *call)
 #define FTK_LOG2E 1.4426950408889634f
 #define FTK_LEAST (-1.0e38f) /* below all logits; its product with log2 e is still finite */
 
-enum { FTK_IGNORE = -100 };
+enum { FTK_IGNORE = -100, FTK_DEEP = 4 /* loads of a thread under way at a time */ };
 
 static __device__ __forceinline__ float exp_2(float x)
 {
@@ -2080,10 +2101,9 @@ static __device__ __forceinline__ void online(float &top, float &sum, const floa
 {
     float m = v[0];
     for (int j = 1; j < W; j++) m = fmaxf(m, v[j]);
-    if (m > top) {
-        sum *= exp_2((top - m) * FTK_LOG2E);
-        top = m;
-    }
+    m = fmaxf(m, top);
+    sum *= exp_2((top - m) * FTK_LOG2E);
+    top = m;
     const float shift = -top * FTK_LOG2E;
     for (int j = 0; j < W; j++) sum += exp_2(fmaf(v[j], FTK_LOG2E, shift));
 }
@@ -2095,16 +2115,23 @@ static __device__ float2 row_softmax(const T *z, int64_t n, float2 *room, float 
     constexpr int W = FTK_WIDTH(T);
     const row_cut cut = cut_row(z, n);
     const T *body = z + cut.head;
-    const int64_t rest = n - cut.head - cut.items * W, me = threadIdx.x;
+    const int64_t rest = n - cut.head - cut.items * W, me = threadIdx.x, step = blockDim.x;
     float top = FTK_LEAST, sum = 0, one[1], v[W];
     if (me < cut.head) {
         get(one, z + me, 1);
         online(top, sum, one);
     }
-#pragma unroll 4
-    for (int64_t i = me; i < cut.items; i += blockDim.x) {
-        get(v, body + i * W, 1);
-        online(top, sum, v);
+    for (int64_t i = me; i < cut.items; i += FTK_DEEP * step) {
+        uint4 raw[FTK_DEEP];
+#pragma unroll
+        for (int d = 0; d < FTK_DEEP; d++)
+            if (i + d * step < cut.items) raw[d] = take(body + (i + d * step) * W, 1);
+#pragma unroll
+        for (int d = 0; d < FTK_DEEP; d++) {
+            if (i + d * step >= cut.items) break;
+            open(v, raw[d]);
+            online(top, sum, v);
+        }
     }
     if (me < rest) {
         get(one, body + cut.items * W + me, 1);
@@ -2119,7 +2146,7 @@ static __device__ float2 row_softmax(const T *z, int64_t n, float2 *room, float 
 template <typename T>
 static __device__ void row_gradient(T *z, int64_t n, float most, float by, int64_t at, float factor)
 {
-    constexpr int W = FTK_WIDTH(T), DEEP = 4;
+    constexpr int W = FTK_WIDTH(T);
     const row_cut cut = cut_row(z, n);
     T *body = z + cut.head;
     const int64_t rest = n - cut.head - cut.items * W, me = threadIdx.x, step = blockDim.x;
@@ -2130,13 +2157,13 @@ static __device__ void row_gradient(T *z, int64_t n, float most, float by, int64
         one[0] = exp_2(fmaf(one[0], FTK_LOG2E, shift)) * by - (me == at ? factor : 0.0f);
         put(z + me, one, 1);
     }
-    for (int64_t i = me; i < cut.items; i += DEEP * step) {
-        uint4 raw[DEEP];
+    for (int64_t i = me; i < cut.items; i += FTK_DEEP * step) {
+        uint4 raw[FTK_DEEP];
 #pragma unroll
-        for (int d = 0; d < DEEP; d++)
+        for (int d = 0; d < FTK_DEEP; d++)
             if (i + d * step < cut.items) raw[d] = take(body + (i + d * step) * W, 1);
 #pragma unroll
-        for (int d = 0; d < DEEP; d++) {
+        for (int d = 0; d < FTK_DEEP; d++) {
             if (i + d * step >= cut.items) break;
             const int64_t label = at - cut.head - (i + d * step) * W;
             open(v, raw[d]);
@@ -2165,7 +2192,11 @@ template <typename T> static __device__ void row_clear(T *z, int64_t n)
     if (me < rest) put(z + cut.head + cut.items * W + me, one, 1);
 }
 
-static unsigned loss_threads(int64_t V) { return V >= 16384 ? 1024 : V >= 2048 ? 256 : 128; }
+/* One block a multiprocessor where rows are long: what is read twice shall stay in the L2 cache. */
+static unsigned loss_threads(int64_t V)
+{
+    return V >= 65536 ? 1024 : V >= 8192 ? 512 : V >= 2048 ? 256 : 128;
+}
 
 /* Labels that count, all of them, by one block; V is the vocabulary. */
 static __device__ int64_t labels_counted(const int32_t *labels, int64_t n, int64_t V,
