@@ -424,13 +424,13 @@ static void fill(void *y, ft_dtype t, uint32_t bits, int64_t n, cudaStream_t str
 {
     plane p = plane_of(1, n, t, FTK_AT(y));
     if (t == FT_BF16) {
-        unsigned short half = (unsigned short)bits;
+        unsigned short word = (unsigned short)bits;
         if (p.wide)
             fill_kernel<unsigned short, 8><<<p.grid, p.block, 0, stream>>>((unsigned short *)y,
-                                                                           half, n);
+                                                                           word, n);
         else
             fill_kernel<unsigned short, 1><<<p.grid, p.block, 0, stream>>>((unsigned short *)y,
-                                                                           half, n);
+                                                                           word, n);
     } else if (p.wide) {
         fill_kernel<unsigned, 4><<<p.grid, p.block, 0, stream>>>((unsigned *)y, bits, n);
     } else {
