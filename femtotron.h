@@ -133,6 +133,11 @@ typedef struct ft_ctx ft_ctx;
 
 typedef enum ft_device { FT_CPU = 0, FT_META, FT_GPU } ft_device; /* FT_GPU: built with FT_CUDA */
 
+typedef enum ft_transport {
+    FT_TRANSPORT_LOCAL = 0, /* copies and kernels within a process; any number of ranks a GPU */
+    FT_TRANSPORT_NCCL       /* one rank a GPU; built with FT_NCCL */
+} ft_transport;
+
 typedef enum ft_switch { FT_DEFAULT = 0, FT_ON, FT_OFF } ft_switch;
 
 typedef enum ft_allocator { /* how storage is served; see >>memory */
@@ -148,6 +153,7 @@ typedef struct ft_config {
     int only_rank;        /* meta: run this rank alone; -1 (ft_config_default) runs every rank */
     int gpus;             /* FT_GPU: how many to use; 0: all that are visible */
     int ranks_per_gpu;    /* FT_GPU: the most ranks that share one; 0: as many as it takes */
+    ft_transport transport; /* FT_GPU: who carries the traffic of ft_launch's ranks */
     const char *gemm_table; /* FT_GPU: a file of GEMM algorithms by chip, library version and shape.
                              Shapes that it lacks are timed once and added, so that later runs take
                              the same and give the same bits. NULL: cuBLASLt's first advice */
@@ -174,6 +180,18 @@ FT_API ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user);
    it. An error of a stream's work fails its rank, whatever fn returns. On meta ranks never wait for
    each other: a few threads run them in turn, and of those that fail the lowest is reported.
    Streams are drained and all that a context owns is freed before the return. */
+
+FT_API ft_status ft_launch_env(const ft_config *config, ft_rank_fn fn, void *user);
+/* This process is one rank of many: torchrun, mpirun or srun started them, and their variables say
+   which and of how many (RANK WORLD_SIZE LOCAL_RANK; OMPI_COMM_WORLD_RANK ...; PMI_RANK ...;
+   SLURM_PROCID ...). config.device is FT_GPU, the GPU is that of the local rank, NCCL carries the
+   traffic. The processes meet at NCCL_COMM_ID=host:port, a free port of rank 0's host; where it is
+   not set, at the port after MASTER_PORT of MASTER_ADDR, or, all on one host, at 127.0.0.1:29517.
+   Returns when this rank has ended, as ft_launch does. Collectives that do not end within
+   config.timeout_s fail the rank, with a line that names operation, group and sizes. FT_ERR_ARG
+   where no launcher's variables are set. */
+FT_API int ft_env_present(void);
+/* 1 if such variables are set. */
 
 FT_API ft_status ft_gpu_count(int *gpus);
 /* How many GPUs are visible; 0 in a build without FT_CUDA, or where there is no driver. */
@@ -986,6 +1004,7 @@ struct ft_ctx {
     uint64_t random;         /* state of ft__delay; under the world's lock */
     struct ft__probe_rank *probe; /* NULL unless ft_sac_fit measures */
     struct ft__gpu *gpu;     /* FT_GPU: gpu.impl */
+    struct ft__nccl_rank *nccl; /* with that transport: nccl.impl */
 };
 
 /* Parts that call each other across the order of this file. */
@@ -1012,9 +1031,14 @@ static void ft__blas_begin(void);
 
 /* What the parts above the device ask of gpu.impl. Memory is device memory, work is queued on the
    stream, and none of them waits, but sync and download. */
+enum { FT__NCCL_ID_BYTES = 128, FT__NCCL_GROUPS = 64, FT__NCCL_WORDS = 8194 };
 enum { FT__GPU_PEERS = 256 };  /* the most ranks of a group on FT_GPU: ftk_sum's limit */
 enum { FT__READY = 0, FT__HALF, FT__DONE, FT__SIGNALS }; /* moments of a collective, events here */
 static ft_status ft__gpu_check(ft_config *config);
+static ft_status ft__nccl_begin(ft_ctx *ctx);
+static void ft__nccl_end(ft_ctx *ctx);
+static ft_status ft__nccl_id(void *id, size_t id_bytes);
+static ft_status ft__nccl_check(const ft_config *config, int own_rank);
 static ft_status ft__gpu_table_open(const ft_config *config, ft__gpu_table **out);
 static ft_status ft__gpu_table_close(ft__gpu_table *table);
 static ft_status ft__gpu_begin(ft_ctx *ctx);
@@ -1109,6 +1133,8 @@ struct ft__world {
     unsigned char *ended;     /* [world]: streams drained, so it joins no further collective */
     ft__comm *comms;
     ft__gpu_table *table; /* FT_GPU with gemm_table: gpu.impl */
+    int own_rank, local_rank; /* ft_launch_env: this process's, and its GPU; -1 in ft_launch */
+    void *nccl_id;            /* ranks of one process over NCCL: where they meet */
     int aborted;              /* never goes back to 0 */
     int failed_rank;
     ft_status failed_status;
@@ -1123,6 +1149,13 @@ static void ft__comms_free(ft__world *world);
 static void ft__groups_free(ft_ctx *ctx);
 static ft_status ft__stream_begin(ft_ctx *ctx, ft_stream_kind kind);
 static void ft__stream_end(ft_stream *s);
+
+typedef struct ft__post ft__post;
+typedef struct ft__message ft__message;
+static ft_status ft__nccl_group(ft_group *g, const int *ranks);
+static ft_status ft__nccl_collective(ft_group *g, ft_stream *s, const ft__post *own);
+static ft_status ft__nccl_exchange(ft_group *g, ft_stream *s, const ft__message *m, int64_t n);
+static ft_status ft__nccl_agree(ft_group *g, ft_stream *s, const ft__post *own);
 
 ft_config ft_config_default(void)
 {
@@ -1256,6 +1289,10 @@ static ft_status ft__config_check(const ft_config *c)
         return ft_error(FT_ERR_ARG, "ft_launch: plan_for is %d, it must be FT_CPU or FT_GPU",
                         (int)c->plan_for);
     }
+    if (c->transport != FT_TRANSPORT_LOCAL && c->transport != FT_TRANSPORT_NCCL) {
+        return ft_error(FT_ERR_ARG, "ft_launch: transport is %d, it must be FT_TRANSPORT_LOCAL or "
+                        "FT_TRANSPORT_NCCL", (int)c->transport);
+    }
     if (c->gpus < 0 || c->ranks_per_gpu < 0) {
         return ft_error(FT_ERR_ARG, "ft_launch: gpus is %d and ranks_per_gpu %d, neither can be "
                         "negative", c->gpus, c->ranks_per_gpu);
@@ -1352,11 +1389,17 @@ static int ft__cond_init(pthread_cond_t *cond)
     return error;
 }
 
+static int ft__over_nccl(const ft_ctx *ctx)
+{
+    return ctx->device == FT_GPU && ctx->config.transport == FT_TRANSPORT_NCCL;
+}
+
 /* Ends a context as far as it was made. Its streams must be drained. */
 static void ft__ctx_end(ft_ctx *ctx, int has_memory)
 {
     for (int k = 0; k < FT_STREAM_COUNT; k++) ft__stream_end(&ctx->streams[k]);
     if (has_memory) ft__memory_end(ctx);
+    ft__nccl_end(ctx);
     if (ctx->device == FT_GPU) ft__gpu_end(ctx);
     for (int k = 0; k < FT_STREAM_COUNT; k++) {
         if (!ctx->streams[k].ready) continue;
@@ -1385,6 +1428,7 @@ static ft_status ft__ctx_begin(ft__world *world, int rank, ft_ctx **out)
         status = ft__stream_begin(ctx, (ft_stream_kind)k);
     }
     if (status == FT_OK && ctx->device == FT_GPU) status = ft__gpu_begin(ctx);
+    if (status == FT_OK && ft__over_nccl(ctx)) status = ft__nccl_begin(ctx);
     if (status == FT_OK) status = ft__memory_begin(ctx);
     if (status != FT_OK) {
         ft__ctx_end(ctx, 0);
@@ -1453,7 +1497,8 @@ static void ft__workers_run(ft__world *world, ft__worker *workers, int n)
     for (; started < n; started++) {
         ft__worker *w = &workers[started];
         w->world = world;
-        w->rank = world->config.only_rank >= 0 ? world->config.only_rank : meta ? -1 : started;
+        w->rank = world->own_rank >= 0 ? world->own_rank
+                : world->config.only_rank >= 0 ? world->config.only_rank : meta ? -1 : started;
         int error = ft__thread_start(&w->thread, ft__worker_main, w);
         if (!error) continue;
         if (!meta || started == 0) {
@@ -1470,7 +1515,7 @@ static void ft__workers_run(ft__world *world, ft__worker *workers, int n)
 static ft_status ft__world_run(ft__world *world)
 {
     int n = world->config.world;
-    if (world->config.only_rank >= 0) n = 1;
+    if (world->config.only_rank >= 0 || world->own_rank >= 0) n = 1;
     else if (world->config.device == FT_META && n > FT__META_WORKERS) n = FT__META_WORKERS;
     ft__worker *workers = (ft__worker *)FT_MALLOC((size_t)n * sizeof *workers);
     world->ended = (unsigned char *)FT_MALLOC((size_t)world->config.world);
@@ -1487,16 +1532,27 @@ static ft_status ft__world_run(ft__world *world)
     return ft_error(world->failed_status, "rank %d: %s", world->failed_rank, world->failed_text);
 }
 
-ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user)
+static ft_status ft__launch(const ft_config *config, ft_rank_fn fn, void *user, int own_rank,
+                            int local_rank)
 {
     ft__world world;
+    char id[FT__NCCL_ID_BYTES];
     memset(&world, 0, sizeof world);
+    world.own_rank = own_rank;
+    world.local_rank = local_rank;
     if (!config || !fn) {
         return ft_error(FT_ERR_ARG, "ft_launch: %s is NULL", config ? "fn" : "config");
     }
     FT_TRY(ft__config_resolve(config, &world.config));
     world.fn = fn;
     world.user = user;
+    if (world.config.device == FT_GPU && world.config.transport == FT_TRANSPORT_NCCL) {
+        if (own_rank < 0) {
+            FT_TRY(ft__nccl_id(id, sizeof id));
+            world.nccl_id = id;
+        }
+        FT_TRY(ft__nccl_check(&world.config, own_rank));
+    }
     if (pthread_mutex_init(&world.lock, NULL) != 0) {
         return ft_error(FT_ERR_OOM, "ft_launch: the system has no mutex left");
     }
@@ -1507,6 +1563,84 @@ ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user)
     else (void)ft__gpu_table_close(world.table);
     pthread_mutex_destroy(&world.lock);
     return status;
+}
+
+ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user)
+{
+    return ft__launch(config, fn, user, -1, -1);
+}
+
+/* What a launcher sets; the first whose rank and size are there is taken. */
+typedef struct ft__launcher { const char *rank, *world, *local, *locals; } ft__launcher;
+
+static const ft__launcher ft__launchers[] = {
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE"},
+    {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+    {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"}
+};
+
+static const ft__launcher *ft__launcher_find(void)
+{
+    for (size_t i = 0; i < sizeof ft__launchers / sizeof ft__launchers[0]; i++)
+        if (getenv(ft__launchers[i].rank) && getenv(ft__launchers[i].world))
+            return &ft__launchers[i];
+    return NULL;
+}
+
+int ft_env_present(void) { return ft__launcher_find() != NULL; }
+
+/* Where the processes meet, in NCCL_COMM_ID, which NCCL reads. */
+static ft_status ft__env_meeting(int world, int locals)
+{
+    char text[512];
+    const char *address = getenv("MASTER_ADDR");
+    int port = 0;
+    if (getenv("NCCL_COMM_ID")) return FT_OK;
+    FT_TRY(ft__env_int("MASTER_PORT", 65534, &port));
+    if (address && strlen(address) < 400 && port > 0)
+        snprintf(text, sizeof text, "%s:%d", address, port + 1);
+    else if (world == locals)
+        snprintf(text, sizeof text, "127.0.0.1:29517");
+    else
+        return ft_error(FT_ERR_ARG, "%d processes on several hosts do not know where to meet: set "
+                        "NCCL_COMM_ID=HOST:PORT, a free port of rank 0's host, alike for all", world);
+    if (setenv("NCCL_COMM_ID", text, 1) != 0)
+        return ft_error(FT_ERR_OOM, "the environment has no room for NCCL_COMM_ID");
+    return FT_OK;
+}
+
+ft_status ft_launch_env(const ft_config *config, ft_rank_fn fn, void *user)
+{
+    ft_config c;
+    int rank = 0, world = 0, local = 0, locals = 0;
+    const ft__launcher *from = ft__launcher_find();
+    if (!config) return ft_error(FT_ERR_ARG, "ft_launch_env: config is NULL");
+    if (!from)
+        return ft_error(FT_ERR_ARG, "ft_launch_env: neither torchrun nor mpirun nor srun has started "
+                        "this process: RANK and WORLD_SIZE are not set; ft_launch runs ranks as "
+                        "threads");
+    FT_TRY(ft__env_int(from->rank, FT__MAX_WORLD - 1, &rank));
+    FT_TRY(ft__env_int(from->world, FT__MAX_WORLD, &world));
+    local = rank;
+    locals = world;
+    FT_TRY(ft__env_int(from->local, FT__MAX_WORLD - 1, &local));
+    FT_TRY(ft__env_int(from->locals, FT__MAX_WORLD, &locals));
+    if (rank >= world)
+        return ft_error(FT_ERR_ARG, "ft_launch_env: %s is %d and %s is %d", from->rank, rank,
+                        from->world, world);
+    c = *config;
+    if (c.world && c.world != world)
+        return ft_error(FT_ERR_ARG, "ft_launch_env: the program is for %d ranks, %s says %d",
+                        c.world, from->world, world);
+    if (c.device != FT_GPU)
+        return ft_error(FT_ERR_UNSUPPORTED, "ft_launch_env: processes talk over NCCL, between GPUs: "
+                        "set config.device to FT_GPU, or use ft_launch");
+    c.world = world;
+    c.transport = FT_TRANSPORT_NCCL;
+    FT_TRY(ft__env_meeting(world, locals));
+    return ft__launch(&c, fn, user, rank, local);
 }
 
 /* ------------------------------------------------------------------------------ >>streams.impl */
@@ -1804,7 +1938,7 @@ ft_status ft_sync(ft_ctx *ctx)
 
 enum { FT__AGREE = FT_COLLECTIVE_COUNT }; /* ft_agree's kind among posts */
 
-typedef struct ft__post {
+struct ft__post {
     int kind;           /* ft_collective or FT__AGREE */
     ft_dtype dtype;
     int64_t elems;      /* of the whole tensor */
@@ -1813,13 +1947,13 @@ typedef struct ft__post {
     uint64_t value;
     const char *in;     /* what peers read */
     char *out;
-} ft__post;
+};
 
 typedef enum ft__message_state { FT__UNREAD = 0, FT__READING, FT__READ } ft__message_state;
 
 /* One op of an exchange. A send is linked into its receiver's inbox; it lives in the sender's task,
    which does not end before the message was read or withdrawn. */
-typedef struct ft__message {
+struct ft__message {
     struct ft__message *next;
     int from, to;       /* ranks in the group */
     int is_send;
@@ -1828,7 +1962,7 @@ typedef struct ft__message {
     int64_t elems;
     char *data;
     void *signal;       /* FT_GPU: of a send READY of the sender, then DONE of the receiver */
-} ft__message;
+};
 
 struct ft__comm {
     ft__comm *next;
@@ -1854,7 +1988,8 @@ struct ft_group {
     ft_ctx *ctx;
     char *name;
     int n, rank;
-    ft__comm *comm;           /* NULL on meta */
+    ft__comm *comm;           /* local transport; NULL on meta and over NCCL */
+    struct ft__nccl *nccl;    /* over NCCL */
     ft_stream *last;          /* where the latest collective was queued */
     ft_traffic traffic;
 };
@@ -2007,7 +2142,7 @@ ft_status ft_group_create(ft_ctx *ctx, const char *name, int n, const int *ranks
     ft_group *g = (ft_group *)ft__zalloc(sizeof *g);
     char *copy = ft__strdup(name);
     ft__comm *comm = NULL;
-    int meta = ctx->device == FT_META;
+    int meta = ctx->device == FT_META || ft__over_nccl(ctx); /* no shared state between ranks */
     if (g && copy && !meta) comm = ft__comm_join(ctx->world, name, n, ranks, member);
     if (!g || !copy || (!meta && !comm)) {
         FT_FREE(g);
@@ -2024,6 +2159,7 @@ ft_status ft_group_create(ft_ctx *ctx, const char *name, int n, const int *ranks
     while (*at) at = &(*at)->next;
     *at = g;
     *out = g;
+    if (ft__over_nccl(ctx)) return ft__nccl_group(g, ranks);
     return ctx->device == FT_GPU ? ft__gpu_signals_begin(ctx, comm->signals[member]) : FT_OK;
 }
 
@@ -2420,6 +2556,7 @@ static ft_status ft__collective_task(void *arg)
     const ft__post *own = &job->post;
     ft__delay(g->ctx);
     if (g->n == 1) return ft__move_alone(s, own);
+    if (g->nccl) return ft__nccl_collective(g, s, own);
     FT_TRY(ft__signal(g, s, FT__READY));
     FT_TRY(ft__meet(g, own));
     ft_status status = ft__await(g, s, FT__READY);
@@ -2613,6 +2750,8 @@ ft_status ft_agree(ft_group *group, const char *what, uint64_t value)
     post.what = what;
     post.value = value;
     ft__delay(group->ctx);
+    if (group->nccl)
+        return ft__nccl_agree(group, ft_stream_get(group->ctx, FT_STREAM_COMPUTE), &post);
     FT_TRY(ft__meet(group, &post));
     ft__comm_leave(group);
     return FT_OK;
@@ -2768,6 +2907,7 @@ static ft_status ft__exchange_task(void *arg)
     ft__exchange *x = (ft__exchange *)arg;
     ft_group *g = x->group;
     ft__delay(g->ctx);
+    if (g->nccl) return ft__nccl_exchange(g, x->stream, (ft__message *)(void *)(x + 1), x->n);
     FT_TRY(ft__signal(g, x->stream, FT__READY));
     pthread_mutex_lock(&g->ctx->world->lock);
     ft_status status = ft__exchange_locked(g, x->stream, (ft__message *)(void *)(x + 1), x->n);
@@ -9588,6 +9728,7 @@ static ft_status ft__gpu_check(ft_config *c)
     if (c->gpus > have)
         return ft_error(FT_ERR_ARG, "ft_launch: %d GPUs asked for, %d visible", c->gpus, have);
     if (c->gpus == 0) c->gpus = have < c->world ? have : c->world;
+    if (c->transport == FT_TRANSPORT_NCCL) return FT_OK; /* one rank a GPU: ft__nccl_check */
     int each = (c->world + c->gpus - 1) / c->gpus;
     if (c->ranks_per_gpu && each > c->ranks_per_gpu)
         return ft_error(FT_ERR_ARG, "ft_launch: %d ranks on %d GPUs are %d on one, more than "
@@ -9637,8 +9778,9 @@ static ft_status ft__gpu_begin(ft_ctx *ctx)
     if (!g) return FT_ERR_OOM;
     ctx->gpu = g;
     g->device = ft__gpu_of(&ctx->config, ctx->rank);
+    if (ctx->world->local_rank >= 0) g->device = ctx->world->local_rank;
     FT__CUDA(cudaSetDevice(g->device));
-    FT_TRY(ft__gpu_peers(&ctx->config, g->device));
+    if (!ft__over_nccl(ctx)) FT_TRY(ft__gpu_peers(&ctx->config, g->device));
     FT__CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
     for (int k = 0; k < FT_STREAM_COUNT; k++)
         FT_TRY(ft__gpu_stream_begin(ctx, k, k == FT_STREAM_COMPUTE ? least : greatest));
@@ -10455,6 +10597,459 @@ static ft_status ft__gpu_await(ft_stream *s, void *signal)
 }
 
 #endif /* FT_CUDA */
+
+/* --------------------------------------------------------------------------------- >>nccl.impl
+
+   The second transport: NCCL between GPUs, one rank a GPU. Every group has a communicator of its
+   own, so that parameters, gradients, tensor and pipeline parallelism never queue behind each
+   other. The first communicator is the world's; through it the first member of a group hands the
+   others the id of theirs, so that only members take part.
+
+   Communicators are non-blocking, and a watchdog looks at them and at the work that is queued: if
+   NCCL reports an error, or nothing moves for timeout_s while something is outstanding, it fails
+   the launch with a line that says what was outstanding, and aborts all communicators, whose
+   kernels then end. So a peer that died, hangs or asked for other sizes ends this rank too. */
+
+#ifdef FT_NCCL
+
+#include <nccl.h>
+
+struct ft__nccl { /* of a group */
+    ncclComm_t comm;
+    cudaEvent_t done;          /* after the latest collective */
+    int outstanding;           /* it was queued and not yet seen done; under the rank's lock */
+    char what[FT__TEXT_BYTES / 4]; /* "all-gather of 1048576 bf16 elements on group ..." */
+};
+
+struct ft__nccl_rank { /* of a context */
+    ft_ctx *ctx;
+    ncclComm_t world;
+    void *words;               /* device memory: barriers, agreements */
+    pthread_mutex_t lock;      /* everything below */
+    pthread_cond_t changed;
+    pthread_t watchdog;
+    int watching, stop, aborted;
+    ft_group *groups[FT__NCCL_GROUPS];
+    int n_groups;
+    struct timespec moved;     /* when anything was last seen to end, or to be queued from idle */
+};
+
+static ft_status ft__nccl_error(ncclResult_t result, const char *what)
+{
+    return ft_error(FT_ERR_COMM, "%s: NCCL says %s", what, ncclGetErrorString(result));
+}
+
+/* Non-blocking calls answer "in progress" until they are through. */
+static ft_status ft__nccl_settle(const ft_ctx *ctx, ncclComm_t comm, ncclResult_t result,
+                                 const char *what)
+{
+    struct timespec deadline = ft__deadline(ctx->config.timeout_s), now, pause;
+    memset(&pause, 0, sizeof pause);
+    pause.tv_nsec = 50000;
+    while (result == ncclInProgress || result == ncclSuccess) {
+        ncclResult_t state = ncclSuccess;
+        result = ncclCommGetAsyncError(comm, &state);
+        if (result == ncclSuccess) result = state;
+        if (result == ncclSuccess) return FT_OK;
+        if (result != ncclInProgress) break;
+        clock_gettime(FT__CLOCK, &now);
+        if (now.tv_sec > deadline.tv_sec)
+            return ft_error(FT_ERR_TIMEOUT, "%s: not done within %g s; a peer is missing, or is "
+                            "in another call", what, ctx->config.timeout_s);
+        nanosleep(&pause, NULL);
+    }
+    return ft__nccl_error(result, what);
+}
+
+#define FT__NCCL(call)                                                                             \
+    do {                                                                                           \
+        ncclResult_t ft__nccl_result = (call);                                                     \
+        if (ft__nccl_result != ncclSuccess && ft__nccl_result != ncclInProgress)                   \
+            return ft__nccl_error(ft__nccl_result, #call);                                         \
+    } while (0)
+
+static ft_status ft__nccl_comm(const ft_ctx *ctx, const ncclUniqueId *id, int n, int rank,
+                               const char *name, ncclComm_t *out)
+{
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    config.blocking = 0;
+    *out = NULL;
+    ncclResult_t result = ncclCommInitRankConfig(out, n, *id, rank, &config);
+    if (!*out) return ft__nccl_error(result, name);
+    return ft__nccl_settle(ctx, *out, result, name);
+}
+
+/* -- the watchdog */
+
+static double ft__nccl_since(const struct timespec *then)
+{
+    struct timespec now;
+    clock_gettime(FT__CLOCK, &now);
+    return (double)(now.tv_sec - then->tv_sec) + 1e-9 * (double)(now.tv_nsec - then->tv_nsec);
+}
+
+/* Notes what has ended. Lock held. The text of the first that has not, NULL if nothing is out. */
+static const char *ft__nccl_look(struct ft__nccl_rank *n)
+{
+    const char *waits = NULL;
+    for (int i = 0; i < n->n_groups; i++) {
+        struct ft__nccl *c = n->groups[i]->nccl;
+        if (!c->outstanding) continue;
+        if (cudaEventQuery(c->done) == cudaErrorNotReady) {
+            if (!waits) waits = c->what;
+            continue;
+        }
+        c->outstanding = 0;
+        clock_gettime(FT__CLOCK, &n->moved);
+    }
+    return waits;
+}
+
+static ncclResult_t ft__nccl_state(const struct ft__nccl_rank *n)
+{
+    for (int i = 0; i < n->n_groups; i++) {
+        ncclResult_t state = ncclSuccess, result = ncclSuccess;
+        if (n->groups[i]->nccl->comm)
+            result = ncclCommGetAsyncError(n->groups[i]->nccl->comm, &state);
+        if (result == ncclSuccess) result = state;
+        if (result != ncclSuccess && result != ncclInProgress) return result;
+    }
+    return ncclSuccess;
+}
+
+/* Lock held. Kernels of an aborted communicator end, and with them what waits for them. */
+static void ft__nccl_abort(struct ft__nccl_rank *n)
+{
+    if (n->aborted) return;
+    n->aborted = 1;
+    for (int i = 0; i < n->n_groups; i++)
+        if (n->groups[i]->nccl->comm) (void)ncclCommAbort(n->groups[i]->nccl->comm);
+    if (n->world) (void)ncclCommAbort(n->world);
+    n->world = NULL;
+    for (int i = 0; i < n->n_groups; i++) n->groups[i]->nccl->comm = NULL;
+}
+
+/* Lock held. */
+static void ft__nccl_watch(struct ft__nccl_rank *n)
+{
+    const char *waits = ft__nccl_look(n);
+    ncclResult_t state = ft__nccl_state(n);
+    double limit = n->ctx->config.timeout_s;
+    if (n->ctx->world->aborted) {
+        ft__nccl_abort(n);
+        return;
+    }
+    if (state != ncclSuccess) {
+        ft_error(FT_ERR_PEER, "%s: NCCL says %s; a peer died or the network failed",
+                 waits ? waits : "between collectives", ncclGetErrorString(state));
+    } else if (waits && ft__nccl_since(&n->moved) > limit) {
+        ft_error(FT_ERR_TIMEOUT, "%s: nothing moved for %g s; a peer has died, is stuck, or asked "
+                 "for other sizes", waits, limit);
+    } else {
+        return;
+    }
+    ft__fail(n->ctx->world, n->ctx->rank, state != ncclSuccess ? FT_ERR_PEER : FT_ERR_TIMEOUT,
+             ft_last_error());
+    ft__nccl_abort(n);
+}
+
+static void *ft__nccl_watchdog(void *arg)
+{
+    struct ft__nccl_rank *n = (struct ft__nccl_rank *)arg;
+    (void)cudaSetDevice(n->ctx->gpu->device);
+    pthread_mutex_lock(&n->lock);
+    while (!n->stop) {
+        struct timespec next = ft__deadline(0.1);
+        (void)pthread_cond_timedwait(&n->changed, &n->lock, &next);
+        if (!n->stop) ft__nccl_watch(n);
+    }
+    pthread_mutex_unlock(&n->lock);
+    return NULL;
+}
+
+/* -- a rank's begin and end */
+
+static ft_status ft__nccl_begin(ft_ctx *ctx)
+{
+    struct ft__nccl_rank *n = (struct ft__nccl_rank *)ft_host_alloc(ctx, sizeof *n);
+    ncclUniqueId id;
+    if (!n) return FT_ERR_OOM;
+    n->ctx = ctx;
+    if (pthread_mutex_init(&n->lock, NULL) != 0 || ft__cond_init(&n->changed) != 0)
+        return ft_error(FT_ERR_OOM, "the system has no mutex left for NCCL's watchdog");
+    ctx->nccl = n;
+    FT__CUDA(cudaMalloc(&n->words, FT__NCCL_WORDS * sizeof(uint64_t)));
+    FT__CUDA(cudaMemset(n->words, 0, FT__NCCL_WORDS * sizeof(uint64_t)));
+    FT__CUDA(cudaDeviceSynchronize());
+    if (ctx->world->nccl_id) memcpy(&id, ctx->world->nccl_id, sizeof id);
+    else FT__NCCL(ncclGetUniqueId(&id)); /* of NCCL_COMM_ID: the same on every rank */
+    FT_TRY(ft__nccl_comm(ctx, &id, ctx->config.world, ctx->rank, "joining the world", &n->world));
+    if (!ctx->world->nccl_id) (void)unsetenv("NCCL_COMM_ID"); /* groups meet elsewhere */
+    clock_gettime(FT__CLOCK, &n->moved);
+    if (ft__thread_start(&n->watchdog, ft__nccl_watchdog, n) != 0)
+        return ft_error(FT_ERR_OOM, "cannot start NCCL's watchdog thread");
+    n->watching = 1;
+    return FT_OK;
+}
+
+static void ft__nccl_end(ft_ctx *ctx)
+{
+    struct ft__nccl_rank *n = ctx->nccl;
+    if (!n) return;
+    pthread_mutex_lock(&n->lock);
+    n->stop = 1;
+    pthread_cond_signal(&n->changed);
+    pthread_mutex_unlock(&n->lock);
+    if (n->watching) pthread_join(n->watchdog, NULL);
+    if (ctx->world->aborted) ft__nccl_abort(n);
+    for (int i = 0; i < n->n_groups; i++) {
+        struct ft__nccl *c = n->groups[i]->nccl;
+        if (c->comm) {
+            (void)ncclCommFinalize(c->comm);
+            (void)ft__nccl_settle(ctx, c->comm, ncclSuccess, "leaving a group");
+            (void)ncclCommDestroy(c->comm);
+        }
+        if (c->done) (void)cudaEventDestroy(c->done);
+        FT_FREE(c);
+        n->groups[i]->nccl = NULL;
+    }
+    if (n->world) {
+        (void)ncclCommFinalize(n->world);
+        (void)ft__nccl_settle(ctx, n->world, ncclSuccess, "leaving the world");
+        (void)ncclCommDestroy(n->world);
+    }
+    if (n->words) (void)cudaFree(n->words);
+    pthread_cond_destroy(&n->changed);
+    pthread_mutex_destroy(&n->lock);
+    ctx->nccl = NULL;
+}
+
+/* -- groups: the first member makes the id, and sends it to the others over the world */
+
+static ft_status ft__nccl_share_id(ft_ctx *ctx, int n, const int *ranks, int member,
+                                   ncclUniqueId *id)
+{
+    struct ft__nccl_rank *r = ctx->nccl;
+    cudaStream_t stream = ft__native(&ctx->streams[FT_STREAM_COMPUTE]);
+    if (member == 0) {
+        FT__NCCL(ncclGetUniqueId(id));
+        FT__CUDA(cudaMemcpyAsync(r->words, id, sizeof *id, cudaMemcpyHostToDevice, stream));
+    }
+    FT__NCCL(ncclGroupStart());
+    for (int i = 1; i < n && member == 0; i++)
+        FT__NCCL(ncclSend(r->words, sizeof *id, ncclUint8, ranks[i], r->world, stream));
+    if (member > 0) FT__NCCL(ncclRecv(r->words, sizeof *id, ncclUint8, ranks[0], r->world, stream));
+    ncclResult_t result = ncclGroupEnd();
+    FT_TRY(ft__nccl_settle(ctx, r->world, result, "sharing a group's id"));
+    FT__CUDA(cudaMemcpyAsync(id, r->words, sizeof *id, cudaMemcpyDeviceToHost, stream));
+    FT__CUDA(cudaStreamSynchronize(stream));
+    return FT_OK;
+}
+
+static ft_status ft__nccl_group(ft_group *g, const int *ranks)
+{
+    ft_ctx *ctx = g->ctx;
+    struct ft__nccl_rank *r = ctx->nccl;
+    ncclUniqueId id;
+    ncclComm_t comm = NULL;
+    if (r->n_groups == FT__NCCL_GROUPS)
+        return ft_error(FT_ERR_UNSUPPORTED, "group \"%s\": more than %d groups over NCCL", g->name,
+                        FT__NCCL_GROUPS);
+    g->nccl = (struct ft__nccl *)ft__zalloc(sizeof *g->nccl);
+    if (!g->nccl) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
+    FT__CUDA(cudaEventCreateWithFlags(&g->nccl->done, cudaEventDisableTiming));
+    if (g->n > 1) {
+        FT_TRY(ft__nccl_share_id(ctx, g->n, ranks, g->rank, &id));
+        FT_TRY(ft__nccl_comm(ctx, &id, g->n, g->rank, g->name, &comm));
+    }
+    pthread_mutex_lock(&r->lock);
+    g->nccl->comm = comm;
+    r->groups[r->n_groups++] = g;
+    pthread_mutex_unlock(&r->lock);
+    return FT_OK;
+}
+
+/* -- collectives */
+
+static ncclDataType_t ft__nccl_type(ft_dtype t)
+{
+    return t == FT_BF16 ? ncclBfloat16 : t == FT_I32 ? ncclInt32 : ncclFloat32;
+}
+
+static ncclResult_t ft__nccl_call(ft_group *g, cudaStream_t stream, const ft__post *own)
+{
+    ncclDataType_t type = ft__nccl_type(own->dtype);
+    size_t elems = (size_t)own->elems, each = elems / (size_t)g->n;
+    ncclComm_t comm = g->nccl->comm;
+    void *words = g->ctx->nccl->words;
+    switch (own->kind) {
+    case FT_ALL_GATHER: return ncclAllGather(own->in, own->out, each, type, comm, stream);
+    case FT_REDUCE_SCATTER:
+        return ncclReduceScatter(own->in, own->out, each, type, ncclSum, comm, stream);
+    case FT_ALL_REDUCE:
+        return ncclAllReduce(own->in, own->out, elems, type, ncclSum, comm, stream);
+    case FT_BROADCAST:
+        return ncclBroadcast(own->in, own->out, elems, type, own->root, comm, stream);
+    default: return ncclAllReduce(words, words, 1, ncclUint64, ncclSum, comm, stream);
+    }
+}
+
+/* Tells the watchdog what was queued. `queued`: NCCL took it. */
+static ft_status ft__nccl_queued(ft_group *g, ft_stream *s, ncclResult_t result)
+{
+    struct ft__nccl_rank *r = g->ctx->nccl;
+    FT_TRY(ft__nccl_settle(g->ctx, g->nccl->comm, result, g->nccl->what));
+    FT__CUDA(cudaEventRecord(g->nccl->done, ft__native(s)));
+    pthread_mutex_lock(&r->lock);
+    int idle = 1;
+    for (int i = 0; i < r->n_groups; i++) idle = idle && !r->groups[i]->nccl->outstanding;
+    if (idle) clock_gettime(FT__CLOCK, &r->moved);
+    g->nccl->outstanding = 1;
+    pthread_mutex_unlock(&r->lock);
+    return FT_OK;
+}
+
+static ft_status ft__nccl_ready(ft_group *g)
+{
+    ft__world *world = g->ctx->world;
+    ft_status status = FT_OK;
+    pthread_mutex_lock(&world->lock);
+    if (world->aborted) status = ft__abort_error(world, g->ctx->rank);
+    pthread_mutex_unlock(&world->lock);
+    if (status == FT_OK && !g->nccl->comm)
+        status = ft_error(FT_ERR_STATE, "group \"%s\": its communicator was aborted", g->name);
+    return status;
+}
+
+static ft_status ft__nccl_collective(ft_group *g, ft_stream *s, const ft__post *own)
+{
+    FT_TRY(ft__nccl_ready(g));
+    pthread_mutex_lock(&g->ctx->nccl->lock);
+    snprintf(g->nccl->what, sizeof g->nccl->what, "%s of %lld %s elements on group \"%.60s\" "
+             "(rank %d of %d)", ft_collective_name((ft_collective)own->kind),
+             (long long)own->elems, ft_dtype_name(own->dtype), g->name, g->rank, g->n);
+    pthread_mutex_unlock(&g->ctx->nccl->lock);
+    return ft__nccl_queued(g, s, ft__nccl_call(g, ft__native(s), own));
+}
+
+static ft_status ft__nccl_exchange(ft_group *g, ft_stream *s, const ft__message *m, int64_t n)
+{
+    ncclResult_t result = ncclSuccess;
+    FT_TRY(ft__nccl_ready(g));
+    pthread_mutex_lock(&g->ctx->nccl->lock);
+    snprintf(g->nccl->what, sizeof g->nccl->what, "exchange of %lld messages on group \"%.60s\" "
+             "(rank %d of %d)", (long long)n, g->name, g->rank, g->n);
+    pthread_mutex_unlock(&g->ctx->nccl->lock);
+    FT__NCCL(ncclGroupStart());
+    for (int64_t i = 0; i < n && result == ncclSuccess; i++)
+        result = m[i].is_send
+            ? ncclSend(m[i].data, (size_t)m[i].elems, ft__nccl_type(m[i].dtype), m[i].to,
+                       g->nccl->comm, ft__native(s))
+            : ncclRecv(m[i].data, (size_t)m[i].elems, ft__nccl_type(m[i].dtype), m[i].from,
+                       g->nccl->comm, ft__native(s));
+    ncclResult_t ended = ncclGroupEnd();
+    return ft__nccl_queued(g, s, result == ncclSuccess || result == ncclInProgress ? ended : result);
+}
+
+/* All values beside each other; every member compares the same list. */
+static ft_status ft__nccl_agree(ft_group *g, ft_stream *s, const ft__post *own)
+{
+    uint64_t all[FT__NCCL_WORDS], pair[2];
+    char *words = (char *)g->ctx->nccl->words;
+    char text[FT__TEXT_BYTES] = "";
+    int same = 1;
+    if (2 * g->n + 2 > FT__NCCL_WORDS)
+        return ft_error(FT_ERR_UNSUPPORTED, "group \"%s\": agreements over NCCL are for at most %d "
+                        "ranks", g->name, FT__NCCL_WORDS / 2 - 1);
+    pair[0] = own->value;
+    pair[1] = UINT64_C(0xcbf29ce484222325); /* FNV-1a of the name: another call is told apart */
+    for (const char *c = own->what; *c; c++)
+        pair[1] = (pair[1] ^ (unsigned char)*c) * UINT64_C(0x100000001b3);
+    FT_TRY(ft__nccl_ready(g));
+    FT__CUDA(cudaMemcpyAsync(words, pair, sizeof pair, cudaMemcpyHostToDevice, ft__native(s)));
+    FT_TRY(ft__nccl_queued(g, s, ncclAllGather(words, words + sizeof pair, 2, ncclUint64,
+                                               g->nccl->comm, ft__native(s))));
+    FT__CUDA(cudaMemcpyAsync(all, words + sizeof pair, (size_t)g->n * sizeof pair,
+                             cudaMemcpyDeviceToHost, ft__native(s)));
+    FT__CUDA(cudaStreamSynchronize(ft__native(s)));
+    FT_TRY(ft__nccl_ready(g));
+    for (int i = 0; i < g->n; i++) same = same && memcmp(all + 2 * i, pair, sizeof pair) == 0;
+    if (same) return FT_OK;
+    ft__append(text, "ranks disagree about %s on group \"%s\":", own->what, g->name);
+    for (int i = 0; i < g->n; i++) {
+        if (all[2 * i + 1] != pair[1]) ft__append(text, " %d (another question)", i);
+        else ft__append(text, " %d has %llu%s", i, (unsigned long long)all[2 * i],
+                        i + 1 < g->n ? "," : "");
+    }
+    return ft_error(FT_ERR_COMM, "%s (ranks of the group)", text);
+}
+
+static ft_status ft__nccl_id(void *id, size_t id_bytes)
+{
+    ncclUniqueId own;
+    if (id_bytes < sizeof own) return ft_error(FT_ERR_UNSUPPORTED, "NCCL's ids are too long");
+    FT__NCCL(ncclGetUniqueId(&own));
+    memcpy(id, &own, sizeof own);
+    return FT_OK;
+}
+
+static ft_status ft__nccl_check(const ft_config *c, int own_rank)
+{
+    if (own_rank < 0 && c->world > c->gpus)
+        return ft_error(FT_ERR_UNSUPPORTED, "ft_launch: NCCL wants a GPU for each rank, and there "
+                        "are %d ranks on %d; FT_TRANSPORT_LOCAL lets ranks share", c->world,
+                        c->gpus);
+    return FT_OK;
+}
+
+#else /* no FT_NCCL: the transport is refused, and nothing else below is reached */
+
+static ft_status ft__nccl_id(void *id, size_t id_bytes)
+{
+    (void)id;
+    (void)id_bytes;
+    return FT_OK;
+}
+
+static ft_status ft__nccl_check(const ft_config *c, int own_rank)
+{
+    (void)c;
+    (void)own_rank;
+    return ft_error(FT_ERR_UNSUPPORTED, "this program was built without NCCL: build it with "
+                    "-DFT_CUDA -DFT_NCCL ... -lnccl, or use FT_TRANSPORT_LOCAL");
+}
+
+static ft_status ft__nccl_begin(ft_ctx *ctx) { (void)ctx; return FT_OK; }
+static void ft__nccl_end(ft_ctx *ctx) { (void)ctx; }
+
+static ft_status ft__nccl_group(ft_group *g, const int *ranks)
+{
+    (void)g;
+    (void)ranks;
+    return FT_OK;
+}
+
+static ft_status ft__nccl_collective(ft_group *g, ft_stream *s, const ft__post *own)
+{
+    (void)g;
+    (void)s;
+    (void)own;
+    return FT_OK;
+}
+
+static ft_status ft__nccl_agree(ft_group *g, ft_stream *s, const ft__post *own)
+{
+    return ft__nccl_collective(g, s, own);
+}
+
+static ft_status ft__nccl_exchange(ft_group *g, ft_stream *s, const ft__message *m, int64_t n)
+{
+    (void)m;
+    (void)n;
+    return ft__nccl_collective(g, s, NULL);
+}
+
+#endif /* FT_NCCL */
 
 #endif /* FEMTOTRON_IMPLEMENTATION_DONE */
 #endif /* FEMTOTRON_IMPLEMENTATION */

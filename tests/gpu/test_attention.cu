@@ -12,7 +12,7 @@
    outside the outputs. */
 
 #ifndef FT_ATTENTION_SOURCE
-#define FT_ATTENTION_SOURCE "../../femtotron_attention_section.cu"
+#define FT_ATTENTION_SOURCE "../../femtotron_kernels.cu"
 #endif
 #include FT_ATTENTION_SOURCE
 
