@@ -4311,7 +4311,7 @@ static ft_status ftk__att_run_forward(const ftk__att *a, int version, void *stre
     if (version == FTK__ATT_SIMPLE) return ftk__att_simple(a, 0, stream);
     if (version != FTK__ATT_HOPPER)
         return ftk__att_fast_forward(a, version == FTK__ATT_UNITS, stream);
-    if (a->D <= 64) return ftk__att_start_wg_forward<64, 128>(a, stream);
+    if (a->D <= 64) return ftk__att_start_wg_forward<64, 64>(a, stream);
     return ftk__att_start_wg_forward<128, 128>(a, stream);
 }
 
@@ -4327,7 +4327,7 @@ static ft_status ftk__att_run_backward(const ftk__att *a, int version, void *str
         return ftk__att_fast_dq(a, version == FTK__ATT_UNITS, stream);
     }
     if (a->D <= 64) {
-        FT_TRY((ftk__att_start_wg_dkv<64, 64>(a, stream)));
+        FT_TRY((ftk__att_start_wg_dkv<64, 128>(a, stream)));
         return ftk__att_start_wg_dq<64, 128>(a, stream);
     }
     FT_TRY((ftk__att_start_wg_dkv<128, 64>(a, stream)));
