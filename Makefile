@@ -88,6 +88,15 @@ build/train_llama_cuda: examples/train_llama.c build/femtotron_kernels.o $(HEADE
 	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt)
 
 # Tests that need a GPU; tests/gpu/run.sh runs them.
+build/gpu/test_attention: tests/gpu/test_attention.cu femtotron_kernels.cu femtotron.h
+	@mkdir -p $(@D)
+	$(strip $(NVCC) -O3 -I. $(GPU_ARCH) -DFT_ATTENTION_DEFAULT_TILES $< -o $@)
+
+build/gpu/train_same: tests/gpu/train_same.c build/femtotron_kernels.o $(HEADERS)
+	@mkdir -p $(@D)
+	$(strip $(NVCC) -O2 -DFT_CUDA -DFT_CJSON -DFT_XXHASH -I. $(GPU_ARCH) $< \
+	    build/femtotron_kernels.o -o $@ -lcublasLt -lcjson -lxxhash)
+
 build/gpu/test_kernels: tests/gpu/test_kernels.c build/femtotron_kernels.o $(HEADERS)
 	@mkdir -p $(@D)
 	$(strip $(NVCC) -O2 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt)
