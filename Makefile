@@ -140,7 +140,7 @@ RANK_TESTS ?= $(filter test_comm test_tp test_llama test_options test_3d,$(TESTS
 # in minutes. make async RANK_TESTS="...", make asan ASAN_TESTS="...", make tsan TSAN_TESTS="..." run others.
 ASAN_TESTS ?= $(filter test_comm test_io test_data test_ops test_tape test_llama test_options test_tp \
     test_pp_schedule,$(TESTS))
-TSAN_TESTS ?= $(filter test_comm test_tp test_data,$(TESTS))
+TSAN_TESTS ?= $(filter test_comm test_tp test_data test_3d,$(TESTS))
 
 RUN_TESTS = sh tools/run_tests.sh -t $(TEST_TIMEOUT)
 
