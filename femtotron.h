@@ -791,8 +791,8 @@ FT_API ft_status ft_segment_end(ft_ctx *ctx, int n, ft_tensor *const *results);
 
 /* Budget: the policy per segment that fits a number of bytes at the least recomputation.
    `step` is the program: it is launched on meta with the policies to try, and must give
-   ft_segment_begin the element of sac that belongs to the segment, as it is. A segment may be run by
-   some ranks only (layers of a pipeline), on any tape, for any number of micro-batches, of which
+   ft_segment_begin the element of sac that belongs to the segment, as it is. A segment may be run
+   by some ranks only (layers of a pipeline), on any tape, for any number of micro-batches, of which
    several may be in flight. Ranks that run the same segments (over dp and tp) make a stage; the
    fullest rank of each must fit. */
 typedef struct ft_sac_budget {
@@ -810,14 +810,14 @@ typedef struct ft_sac_budget {
 } ft_sac_budget;
 
 FT_API ft_status ft_sac_fit(ft_sac_budget *budget);
-/* The answer is found by measuring and verified by a run: it fits. It is also the best (optimal = 1)
-   under one assumption, which is checked by that run: a mask changes live bytes in the forward and
-   the backward of its own segment, and by what it keeps in between, and segments alike (same ops,
-   same sizes) do so alike. optimal = 0, and cheaper answers may exist, where that run was over the
-   budget, so that the search went on for less; where a segment has more than 12 tensors that are
-   worth dropping (then only subsets of the 12 that free most are tried, and all of them together);
-   or where the search was cut short: more than 8192 undominated sums of a stage's first segments, or
-   512 passes (of which several micro-batches in flight need some, one needs one).
+/* The answer is found by measuring and verified by a run: it fits. It is also the best (optimal =
+   1), given that a mask changes live bytes in the forward and the backward of its own segment, and
+   by what it keeps in between, and that segments alike (same ops, same sizes) do so alike.
+   optimal = 0, and a cheaper answer may exist: where that run was over the budget, so that the
+   search went on for less; where a segment has more than 12 tensors that are worth dropping (then
+   only subsets of the 12 that free most are tried, and all of them together); or where the search
+   was cut short, at 8192 undominated sums over a stage's first segments, or at 512 passes (one
+   micro-batch at a time needs one pass, several in flight some).
    FT_ERR_OOM, naming the least that any policy needs (of those tried), when nothing fits; the
    results are then those of that policy. */
 
@@ -8632,10 +8632,10 @@ FT_API ft_status ft_backward_weights(ft_tape *tape)
    the budget after all, the target shrinks by the excess.
 
    [B1] A rank's step is a row of moments: a stretch in the forward of a segment, in its backward,
-        or outside. At a moment n[s] micro-batches have left the forward of segment s and not yet its
-        backward. A mask that saves v[s] bytes of what s keeps takes the sum of n[s] v[s] off the
-        live bytes of the run without recomputation; inside of s, forward and backward of s itself
-        need what was measured on top of their start.
+        or outside. At a moment n[s] micro-batches have left the forward of segment s and not yet
+        its backward. A mask that saves v[s] bytes of what s keeps takes the sum of n[s] v[s] off
+        the live bytes of the run without recomputation; inside of s, forward and backward of s
+        itself need what was measured on top of their start.
    [B2] Segments that lie on a tape one after another are a chunk. Of a chunk j micro-batches are
         whole, and at most one more has its first p segments: n[s] = j + (s < p). So a moment's
         bytes are a constant, less the sum over chunks of j times all that the chunk saves, less
@@ -8719,7 +8719,8 @@ static void ft__probe_live(ft_ctx *ctx)
 }
 
 /* Which of the budget's segments a tape's is; NULL: none. */
-static ft__probe_segment *ft__probe_find(ft_ctx *ctx, const ft_tape *tape, int segment, int *number)
+static ft__probe_segment *ft__probe_find(ft_ctx *ctx, const ft_tape *tape, int segment,
+                                         int *number)
 {
     *number = segment < 0 ? -1 : tape->segments[segment].number;
     if (*number >= ctx->probe->n) *number = -1;
@@ -9532,8 +9533,8 @@ static ft_status ft__stage_least(ft_sac_budget *budget, ft__solver *v)
     return FT_OK;
 }
 
-/* The policies of one stage; *fits = 0 where none is within the budget. */
-static ft_status ft__stage_fit(ft_sac_budget *budget, ft__probe *probe, int rank, int *fits)
+/* The policies of one stage: within the budget if any is, else those that need least. */
+static ft_status ft__stage_fit(ft_sac_budget *budget, ft__probe *probe, int rank)
 {
     ft__stage st;
     ft__solver v;
@@ -9542,12 +9543,10 @@ static ft_status ft__stage_fit(ft_sac_budget *budget, ft__probe *probe, int rank
     st.rank = rank;
     int found = 0;
     ft_status status = ft__stage_measure(budget, probe, &st);
-    if (status == FT_OK && !st.n) *fits = 0; /* nothing can go */
-    if (status == FT_OK && st.n) {
+    if (status == FT_OK && st.n) { /* else nothing can go */
         status = ft__solver_create(&v, &st);
         if (status == FT_OK) status = ft__stage_within(budget, probe, &v, &found);
         if (status == FT_OK && !found) status = ft__stage_least(budget, &v);
-        *fits = found;
         ft__solver_free(&v);
     }
     ft__stage_free(&st);
@@ -9578,7 +9577,7 @@ static void ft__sac_leaders(const ft__probe *probe, size_t bytes, int *leader)
 
 static ft_status ft__sac_fit(ft_sac_budget *budget, ft__probe *probe, int *leader, ft_sac *answer)
 {
-    int S = budget->segments, fits = 1;
+    int S = budget->segments;
     size_t wanted = budget->budget_bytes;
     for (int s = 0; s < S; s++) {
         memset(&budget->sac[s], 0, sizeof budget->sac[s]);
@@ -9590,10 +9589,8 @@ static ft_status ft__sac_fit(ft_sac_budget *budget, ft__probe *probe, int *leade
     ft__sac_leaders(probe, wanted, leader);
     ft_status status = FT_OK;
     for (int r = 0; r < probe->world && status == FT_OK; r++) {
-        int stage_fits = 1;
         if (leader[r] < 0) continue;
-        status = ft__stage_fit(budget, probe, r, &stage_fits);
-        fits &= stage_fits;
+        status = ft__stage_fit(budget, probe, r);
         for (int s = 0; s < S && status == FT_OK; s++)
             if (probe->rank[r].segment[s].used) answer[s] = budget->sac[s];
     }

@@ -531,7 +531,10 @@ typedef struct pipe_rank {
 static int pipe_layers(const pipe *p) { return STACK / (p->config.ranks * p->config.chunks); }
 
 /* The rank that has a layer. */
-static int pipe_stage_of(const pipe *p, int layer) { return layer / pipe_layers(p) % p->config.ranks; }
+static int pipe_stage_of(const pipe *p, int layer)
+{
+    return layer / pipe_layers(p) % p->config.ranks;
+}
 
 static ft_status pipe_forward(void *user, int chunk, int m, ft_tensor *x, ft_tensor **out)
 {
@@ -676,7 +679,7 @@ static void stages_and_micro_batches(void **state)
     }
 }
 
-/* -------------------------------------------- a segment with more tensors than subsets are tried of */
+/* ------------------------------------- a segment with more tensors than subsets are tried of */
 
 enum { CHAIN = 8 };
 
@@ -720,8 +723,8 @@ static void chain_run(chain *c, ft_device device)
     if (ft_launch(&config, chain_rank, c) != FT_OK) fail_msg("%s", ft_last_error());
 }
 
-/* No error: an answer that fits, down to what dropping all of a segment needs; and it does not claim
-   to be the best. */
+/* No error: an answer that fits, down to what dropping all of a segment needs; and it does not
+   claim to be the best. */
 static void more_tensors_than_are_tried(void **state)
 {
     chain c, all;
