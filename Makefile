@@ -105,6 +105,10 @@ build/gpu/test_kernels: tests/gpu/test_kernels.c build/femtotron_kernels.o $(HEA
 build/memory_tables: examples/memory_tables.c examples/train_llama.c $(HEADERS) | compiler ## peak memory of 48 cells beside a log's
 	$(CC) -std=c11 -I. -O2 $< -o $@ $(SYSTEM_LIBS)
 
+build/memplan: examples/memplan.c examples/train_llama.c $(HEADERS) build/features ## memory, traffic, what fits: without a GPU
+	@. build/features; set -x; $(CC) -std=c11 -I. -O2 $$FT_PLAIN_CFLAGS $< -o $@ $$FT_PLAIN_LIBS \
+	    $(SYSTEM_LIBS)
+
 # The project's own text, in an order that is the same everywhere; the first file begins the sample.
 RUN_DATA := $(HEADERS) $(sort $(wildcard examples/*.c tests/*.c tests/*.h tests/compile/* \
     tools/*.sh README.md Makefile))

@@ -161,7 +161,7 @@ typedef struct ft_config {
     ft_allocator allocator; /* FT_ALLOC_DEFAULT asks FT_ALLOCATOR */
     ft_mem_plan *mem_plan;  /* meta: records allocations here, unless it is placed already;
                                FT_ALLOC_ARENA: places them so. NULL: none */
-    int timeline;         /* 1: keep every allocation and free for ft_mem_timeline; 48 bytes each */
+    int timeline;         /* 1: keep allocations, frees (56 bytes each) and spans */
     ft_switch async;      /* threads for streams; FT_DEFAULT asks FT_CPU_ASYNC */
     int delay_us;         /* random delay before collectives and copies; 0 asks FT_DELAY_US */
     double timeout_s;     /* how long a collective waits for its peers; 0 means 120 */
@@ -269,11 +269,12 @@ typedef struct ft_mem_stats {
     size_t highest[FT_TAG_COUNT];  /* each tag's own highest, at whatever moment */
     int64_t peak_moment;           /* index of the allocation that made the peak */
     char peak_where[96];           /* what ran then: "backward swiglu in layer.3" */
+    char peak_action[48];          /* in which span: "backward of micro-batch 2" */
     /* The same without workspace, which belongs to a backend: what can be compared across devices.
        The two peaks may fall at different moments. */
     size_t tensor_peak_bytes;      /* the most that all tags but workspace had together */
     size_t at_tensor_peak[FT_TAG_COUNT]; /* by tag then: they add up to it; workspace is 0 here */
-    char tensor_peak_where[96];
+    char tensor_peak_where[96], tensor_peak_action[48];
 } ft_mem_stats;
 
 FT_API void ft_mem_get(const ft_ctx *ctx, ft_mem_stats *stats);
@@ -285,6 +286,7 @@ typedef struct ft_mem_event {
     int64_t delta_bytes;    /* accounted: + an allocation, - a free */
     size_t live_bytes;      /* of the rank, after it */
     size_t request_bytes;   /* as asked for, before rounding */
+    double time_s;          /* of the host, since the rank began */
     ft_tag tag;
     int segment;            /* ordinal of the open segment, -1 outside */
     const char *op;         /* the op, verb or unit at work; a static or context-owned string */
@@ -293,6 +295,21 @@ typedef struct ft_mem_event {
 
 FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events);
 /* The events kept since launch (config.timeline); their number is returned, 0 when off. */
+
+typedef struct ft_span { /* a stretch of the program: an action of a pipeline, the optimizer's step */
+    const char *name;
+    int micro_batch, chunk;          /* -1: none */
+    double begin_s, end_s;           /* of the host, since the rank began */
+    int64_t begin_event, end_event;  /* events of the timeline before its begin, and before its end */
+} ft_span;
+
+FT_API ft_status ft_span_begin(ft_ctx *ctx, const char *name, int micro_batch, int chunk);
+FT_API void ft_span_end(ft_ctx *ctx);
+/* What the program does from here to there. The innermost one (of at most 8) says where a peak was;
+   all are kept with config.timeline. `name` is a static string. On a stream the work may end
+   later: a span is the time of the host, which on the CPU without FT_CPU_ASYNC is the same. */
+FT_API int64_t ft_spans(const ft_ctx *ctx, const ft_span **spans);
+/* Those that have ended, in the order of their ends; their number is returned. */
 
 /* Where the bytes come from. What is live, and when, is the program's doing and the same in all
    three; so are results.
@@ -3016,6 +3033,11 @@ struct ft__memory {
     int64_t n_live;        /* storages booked now */
     ft_mem_event *events;
     int64_t n_events, cap_events;
+    ft_span *spans;        /* that have ended */
+    int64_t n_spans, cap_spans;
+    ft_span open[8];
+    int n_open;
+    double begin_s;        /* when the rank began */
     /* Plan: being recorded, or obeyed. */
     struct ft__rank_plan *plan; /* NULL: none */
     ft__phase *phase;      /* that is open; the set-up until the first one begins; or NULL */
@@ -3026,8 +3048,8 @@ struct ft__memory {
     char *arena;
     size_t arena_bytes;
     int has_arena;
-    ft__used *spans;       /* ascending, disjoint */
-    int64_t n_spans, cap_spans;
+    ft__used *used;        /* ascending, disjoint */
+    int64_t n_used, cap_used;
     uint64_t frees;        /* so far: the order of events */
     /* Caching. */
     ft__slab *chunks;
@@ -3052,6 +3074,13 @@ FT_API size_t ft_accounted_bytes(size_t bytes)
     return (bytes + FT_ALIGN_BYTES - 1) / FT_ALIGN_BYTES * FT_ALIGN_BYTES;
 }
 
+static double ft__now_s(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
 static ft_status ft__serving_begin(ft_ctx *ctx);
 
 static ft_status ft__memory_begin(ft_ctx *ctx)
@@ -3059,6 +3088,7 @@ static ft_status ft__memory_begin(ft_ctx *ctx)
     ctx->memory = (ft__memory *)FT_MALLOC(sizeof *ctx->memory);
     if (!ctx->memory) return ft_error(FT_ERR_OOM, "no host memory for the allocator's books");
     memset(ctx->memory, 0, sizeof *ctx->memory);
+    ctx->memory->begin_s = ft__now_s();
     ctx->where_segment = -1;
     if (ctx->config.probe) ft__probe_attach(ctx);
     ft_status status = ft__serving_begin(ctx);
@@ -3080,6 +3110,7 @@ FT_API void ft_mem_reset_peak(ft_ctx *ctx)
     memcpy(s->highest, s->live, sizeof s->live);
     s->peak_moment = ctx->memory->moments;
     s->peak_where[0] = s->tensor_peak_where[0] = 0;
+    s->peak_action[0] = s->tensor_peak_action[0] = 0;
     s->tensor_peak_bytes = s->live_bytes - s->live[FT_TAG_WORKSPACE];
     memcpy(s->at_tensor_peak, s->live, sizeof s->live);
     s->at_tensor_peak[FT_TAG_WORKSPACE] = 0;
@@ -3089,6 +3120,24 @@ FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events)
 {
     *events = ctx->memory->events;
     return ctx->memory->n_events;
+}
+
+/* An array that can take one more, or all that could be freed: growing never fails in a free. */
+static ft_status ft__array_reserve(void **array, int64_t used, int64_t need, int64_t *cap,
+                                   size_t each)
+{
+    int64_t more = *cap ? *cap : 64;
+    if (need <= *cap) return FT_OK;
+    while (more < need) more *= 2;
+    void *grown = FT_MALLOC((size_t)more * each);
+    if (!grown)
+        return ft_error(FT_ERR_OOM, "no host memory for %lld records of the allocator",
+                        (long long)more);
+    if (used) memcpy(grown, *array, (size_t)used * each);
+    FT_FREE(*array);
+    *array = grown;
+    *cap = more;
+    return FT_OK;
 }
 
 /* Room for an allocation, for its free, and for those of all that lives: no free is ever lost. */
@@ -3114,6 +3163,7 @@ static void ft__timeline_add(ft_ctx *ctx, const ft_storage *st, int64_t delta)
     e->delta_bytes = delta;
     e->live_bytes = m->stats.live_bytes;
     e->request_bytes = st->request_bytes;
+    e->time_s = ft__now_s() - m->begin_s;
     e->tag = st->tag;
     e->segment = ctx->where_segment;
     e->op = ctx->where_op ? ctx->where_op : "";
@@ -3129,6 +3179,59 @@ static void ft__where_sentence(const ft_ctx *ctx, char *text, size_t text_bytes)
              ctx->where_op ? ctx->where_op : "", segment ? " in " : "", segment ? segment : "");
 }
 
+/* "backward of micro-batch 2, chunk 1" */
+static void ft__action_print(const ft__memory *m, char *text, size_t text_bytes)
+{
+    const ft_span *span = m->n_open ? &m->open[m->n_open - 1] : NULL;
+    text[0] = 0;
+    if (!span) return;
+    int at = snprintf(text, text_bytes, "%s", span->name);
+    if (span->micro_batch >= 0 && at < (int)text_bytes)
+        at += snprintf(text + at, text_bytes - (size_t)at, " of micro-batch %d",
+                       span->micro_batch);
+    if (span->chunk > 0 && at < (int)text_bytes)
+        snprintf(text + at, text_bytes - (size_t)at, ", chunk %d", span->chunk);
+}
+
+FT_API ft_status ft_span_begin(ft_ctx *ctx, const char *name, int micro_batch, int chunk)
+{
+    ft__memory *m = ctx->memory;
+    if (m->n_open == (int)(sizeof m->open / sizeof m->open[0]))
+        return ft_error(FT_ERR_STATE, "span %s is inside %d others: that is the most", name,
+                        m->n_open);
+    if (ctx->config.timeline) {
+        void *array = m->spans;
+        FT_TRY(ft__array_reserve(&array, m->n_spans, m->n_spans + m->n_open + 1, &m->cap_spans,
+                                 sizeof *m->spans));
+        m->spans = (ft_span *)array;
+    }
+    ft_span *span = &m->open[m->n_open++];
+    memset(span, 0, sizeof *span);
+    span->name = name;
+    span->micro_batch = micro_batch;
+    span->chunk = chunk;
+    span->begin_event = m->n_events;
+    if (ctx->config.timeline) span->begin_s = ft__now_s() - m->begin_s;
+    return FT_OK;
+}
+
+FT_API void ft_span_end(ft_ctx *ctx)
+{
+    ft__memory *m = ctx->memory;
+    if (m->n_open == 0) return;
+    ft_span *span = &m->open[--m->n_open];
+    if (!ctx->config.timeline) return;
+    span->end_event = m->n_events;
+    span->end_s = ft__now_s() - m->begin_s;
+    m->spans[m->n_spans++] = *span;
+}
+
+FT_API int64_t ft_spans(const ft_ctx *ctx, const ft_span **spans)
+{
+    *spans = ctx->memory->spans;
+    return ctx->memory->n_spans;
+}
+
 static void ft__account_peak(ft_ctx *ctx)
 {
     ft_mem_stats *s = &ctx->memory->stats;
@@ -3138,12 +3241,14 @@ static void ft__account_peak(ft_ctx *ctx)
         memcpy(s->at_peak, s->live, sizeof s->live);
         s->peak_moment = ctx->memory->moments;
         ft__where_sentence(ctx, s->peak_where, sizeof s->peak_where);
+        ft__action_print(ctx->memory, s->peak_action, sizeof s->peak_action);
     }
     if (tensors > s->tensor_peak_bytes) {
         s->tensor_peak_bytes = tensors;
         memcpy(s->at_tensor_peak, s->live, sizeof s->live);
         s->at_tensor_peak[FT_TAG_WORKSPACE] = 0;
         ft__where_sentence(ctx, s->tensor_peak_where, sizeof s->tensor_peak_where);
+        ft__action_print(ctx->memory, s->tensor_peak_action, sizeof s->tensor_peak_action);
     }
 }
 
@@ -3730,24 +3835,6 @@ static void ft__reserved_note(ft__memory *m)
     if (bytes > m->stats.reserved_bytes) m->stats.reserved_bytes = bytes;
 }
 
-/* An array that can take one more, or all that could be freed: growing never fails in a free. */
-static ft_status ft__array_reserve(void **array, int64_t used, int64_t need, int64_t *cap,
-                                   size_t each)
-{
-    int64_t more = *cap ? *cap : 64;
-    if (need <= *cap) return FT_OK;
-    while (more < need) more *= 2;
-    void *grown = FT_MALLOC((size_t)more * each);
-    if (!grown)
-        return ft_error(FT_ERR_OOM, "no host memory for %lld records of the allocator",
-                        (long long)more);
-    if (used) memcpy(grown, *array, (size_t)used * each);
-    FT_FREE(*array);
-    *array = grown;
-    *cap = more;
-    return FT_OK;
-}
-
 /* Caching. Chunks are cut in blocks; free neighbours become one. Requests up to FT__SMALL have a
    pool of chunks of their own, so that they do not nibble at what large ones need. */
 
@@ -3987,15 +4074,15 @@ static void ft__cache_end(ft_ctx *ctx)
     }
 }
 
-/* Arena. The plan says where; `spans` says who used those bytes last, and on which stream. */
+/* Arena. The plan says where; `used` says who used those bytes last, and on which stream. */
 
-/* The first span that ends after `at`. */
-static int64_t ft__span_after(const ft__memory *m, size_t at)
+/* The first of them that ends after `at`. */
+static int64_t ft__used_after(const ft__memory *m, size_t at)
 {
-    int64_t low = 0, high = m->n_spans;
+    int64_t low = 0, high = m->n_used;
     while (low < high) {
         int64_t middle = low + (high - low) / 2;
-        if (m->spans[middle].end <= at) low = middle + 1;
+        if (m->used[middle].end <= at) low = middle + 1;
         else high = middle;
     }
     return low;
@@ -4007,17 +4094,17 @@ static ft_status ft__arena_take(ft_ctx *ctx, ft_storage *st, ft_stream *home)
     size_t begin = st->phase->items[st->item].offset, end = begin + st->accounted_bytes;
     ft_event last[FT_STREAM_COUNT];
     uint64_t order[FT_STREAM_COUNT];
-    void *array = m->spans;
-    FT_TRY(ft__array_reserve(&array, m->n_spans, m->n_spans + 2 * m->n_live + 4, &m->cap_spans,
-                             sizeof *m->spans));
-    m->spans = (ft__used *)array;
+    void *array = m->used;
+    FT_TRY(ft__array_reserve(&array, m->n_used, m->n_used + 2 * m->n_live + 4, &m->cap_used,
+                             sizeof *m->used));
+    m->used = (ft__used *)array;
     memset(last, 0, sizeof last);
     memset(order, 0, sizeof order);
-    for (int64_t i = ft__span_after(m, begin); i < m->n_spans && m->spans[i].begin < end; i++) {
-        int k = m->spans[i].last.stream->kind;
-        if (m->spans[i].order <= order[k]) continue;
-        order[k] = m->spans[i].order;
-        last[k] = m->spans[i].last;
+    for (int64_t i = ft__used_after(m, begin); i < m->n_used && m->used[i].begin < end; i++) {
+        int k = m->used[i].last.stream->kind;
+        if (m->used[i].order <= order[k]) continue;
+        order[k] = m->used[i].order;
+        last[k] = m->used[i].last;
     }
     for (int k = 0; k < FT_STREAM_COUNT; k++)
         if (last[k].stream) FT_TRY(ft_stream_wait(home, last[k]));
@@ -4030,24 +4117,24 @@ static ft_status ft__arena_take(ft_ctx *ctx, ft_storage *st, ft_stream *home)
 static void ft__arena_give(ft__memory *m, const ft_storage *st, ft_stream *last)
 {
     size_t begin = st->phase->items[st->item].offset, end = begin + st->accounted_bytes;
-    int64_t i = ft__span_after(m, begin), j = i, n = 0;
+    int64_t i = ft__used_after(m, begin), j = i, n = 0;
     ft__used with[3];
-    while (j < m->n_spans && m->spans[j].begin < end) j++;
-    if (i < j && m->spans[i].begin < begin) {
-        with[n] = m->spans[i];
+    while (j < m->n_used && m->used[j].begin < end) j++;
+    if (i < j && m->used[i].begin < begin) {
+        with[n] = m->used[i];
         with[n++].end = begin;
     }
     with[n].begin = begin;
     with[n].end = end;
     with[n].last = ft_event_record(last);
     with[n++].order = ++m->frees;
-    if (i < j && m->spans[j - 1].end > end) {
-        with[n] = m->spans[j - 1];
+    if (i < j && m->used[j - 1].end > end) {
+        with[n] = m->used[j - 1];
         with[n++].begin = end;
     }
-    memmove(m->spans + i + n, m->spans + j, (size_t)(m->n_spans - j) * sizeof *m->spans);
-    memcpy(m->spans + i, with, (size_t)n * sizeof *m->spans);
-    m->n_spans += n - (j - i);
+    memmove(m->used + i + n, m->used + j, (size_t)(m->n_used - j) * sizeof *m->used);
+    memcpy(m->used + i, with, (size_t)n * sizeof *m->used);
+    m->n_used += n - (j - i);
 }
 
 static ft_status ft__arena_begin(ft_ctx *ctx)
@@ -4096,7 +4183,7 @@ static void ft__serving_end(ft_ctx *ctx)
 {
     ft__cache_end(ctx);
     ft__raw_free(ctx, ctx->memory->arena);
-    FT_FREE(ctx->memory->spans);
+    FT_FREE(ctx->memory->used);
 }
 
 static ft_status ft__serve(ft_ctx *ctx, ft_storage *st, ft_stream *home)
@@ -7429,6 +7516,7 @@ static void ft__memory_end(ft_ctx *ctx)
     if (ctx->memory) {
         ft__serving_end(ctx);
         if (ctx->memory->events) FT_FREE(ctx->memory->events);
+        FT_FREE(ctx->memory->spans);
         FT_FREE(ctx->memory);
     }
     ctx->memory = NULL;

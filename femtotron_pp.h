@@ -1965,6 +1965,26 @@ static ft_status ft__pp_exchange(ft_pp *pp, const ft_pp_program *p, const ft_pp_
     return FT_OK;
 }
 
+static ft_status ft__pp_act(ft_pp *pp, const ft_pp_program *program, const ft_pp_action *a)
+{
+    switch (a->act) {
+    case FT_PP_F: return ft__pp_forward(pp, program, a);
+    case FT_PP_B:
+    case FT_PP_BI: return ft__pp_backward(pp, program, a);
+    case FT_PP_W: return ft__pp_weights(pp, a);
+    case FT_PP_EXCHANGE: return ft__pp_exchange(pp, program, a);
+    default: return ft_error(FT_ERR_STATE, "unknown pipeline action %d", (int)a->act);
+    }
+}
+
+static const char *ft__pp_span_name(ft_pp_act act)
+{
+    static const char *const names[FT_PP_ACT_COUNT] = {
+        "forward", "backward", "input gradients", "weight gradients", "exchange"
+    };
+    return (unsigned)act < FT_PP_ACT_COUNT ? names[act] : "?";
+}
+
 FT_API ft_status ft_pp_run(ft_pp *pp, const ft_pp_program *program)
 {
     const ft_pp_list *list = &pp->list;
@@ -1972,14 +1992,12 @@ FT_API ft_status ft_pp_run(ft_pp *pp, const ft_pp_program *program)
         return ft_error(FT_ERR_ARG, "ft_pp_run: the program has no forward");
     for (int i = 0; i < list->n; i++) {
         const ft_pp_action *a = &list->actions[i];
-        switch (a->act) {
-        case FT_PP_F: FT_TRY(ft__pp_forward(pp, program, a)); break;
-        case FT_PP_B:
-        case FT_PP_BI: FT_TRY(ft__pp_backward(pp, program, a)); break;
-        case FT_PP_W: FT_TRY(ft__pp_weights(pp, a)); break;
-        case FT_PP_EXCHANGE: FT_TRY(ft__pp_exchange(pp, program, a)); break;
-        default: return ft_error(FT_ERR_STATE, "unknown pipeline action %d", (int)a->act);
-        }
+        int moves = a->act == FT_PP_EXCHANGE;
+        FT_TRY(ft_span_begin(pp->ctx, ft__pp_span_name(a->act), moves ? -1 : a->micro_batch,
+                             moves ? -1 : a->chunk));
+        ft_status status = ft__pp_act(pp, program, a);
+        ft_span_end(pp->ctx);
+        FT_TRY(status);
     }
     return FT_OK;
 }

@@ -65,6 +65,7 @@ typedef struct settings {
     double beta1, beta2, eps, momentum;
     int64_t dtype; /* ft_dtype */
     int64_t hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, tie_embeddings;
+    int64_t qkv_bias, o_bias, mlp_bias, qk_norm;
     paths data, eval_data;
     int64_t token_dtype;   /* ft_io_token */
     int64_t eval_every;
@@ -201,6 +202,12 @@ static const option options[] = {
      "vocabulary; below 256 a byte >= V in the data is an error"},
     {"--tie-embeddings", TAKES_SWITCH, "[0|1]", AT(tie_embeddings), 0, 0, NULL,
      "the output head is the embedding table"},
+    {"--qkv-bias", TAKES_SWITCH, "[0|1]", AT(qkv_bias), 0, 0, NULL,
+     "q, k and v have biases (Qwen2)"},
+    {"--o-bias", TAKES_SWITCH, "[0|1]", AT(o_bias), 0, 0, NULL, "attention's output has one"},
+    {"--mlp-bias", TAKES_SWITCH, "[0|1]", AT(mlp_bias), 0, 0, NULL, "gate, up and down have"},
+    {"--qk-norm", TAKES_SWITCH, "[0|1]", AT(qk_norm), 0, 0, NULL,
+     "RMSNorm of each query and key head (Qwen3)"},
     {"--log", TAKES_PATH, "FILE", AT(log_path), 0, 0, NULL,
      "one JSON object a step: step, loss, grad_norm, lr, tokens (so far),\n"
      "tokens_per_s, peak_bytes (of rank 0)"},
@@ -388,11 +395,14 @@ static void print_help(void) {
 
 /* ------------------------------------------------------------------------------- what is shared */
 
+typedef enum sender { SENT_ZERO = 0, SENT_TP, SENT_PP, SENT_OTHER, SENDERS } sender;
+
 typedef struct rank_result { /* written by its own rank, read when all have ended */
     ft_mem_stats memory;
     double step_flops; /* forward and backward of the first step, replays not counted */
     ft_flops flops;                    /* all steps */
     int64_t sent[FT_COLLECTIVE_COUNT]; /* bytes, all groups, all steps */
+    int64_t sent_by[SENDERS];          /* the same by who sends */
 } rank_result;
 
 /* A launch: a plan on meta or a run on the CPU. The ranks read it. They write their own row of
@@ -590,7 +600,10 @@ static ft_status train_step(trainer *t, int64_t step, double lr) {
     t->step = step;
     FT_TRY(ft_zero_step_begin(t->zero, (int)set->micro_batches, counted, &t->scale));
     FT_TRY(ft_pp_run(t->pipeline, &t->program));
-    return ft_zero_step_end(t->zero, lr);
+    FT_TRY(ft_span_begin(t->ctx, "optimizer", -1, -1));
+    FT_TRY(ft_zero_step_end(t->zero, lr));
+    ft_span_end(t->ctx);
+    return FT_OK;
 }
 
 static ft_lr learning_rate(const settings *set) {
@@ -732,6 +745,15 @@ static ft_status train(trainer *t) {
     return FT_OK;
 }
 
+/* By the names that the headers give their groups. */
+static sender sender_of(const char *group) {
+    if (strncmp(group, "zero tp", 7) == 0) return SENT_TP;
+    if (strncmp(group, "zero scalars", 12) == 0) return SENT_OTHER;
+    if (strncmp(group, "zero", 4) == 0) return SENT_ZERO;
+    if (strncmp(group, "tp", 2) == 0) return SENT_TP;
+    return strncmp(group, "pp", 2) == 0 ? SENT_PP : SENT_OTHER;
+}
+
 /* Kept before anything but training has run: sampling and hashing are not part of the plan. */
 static void keep_result(trainer *t) {
     enum { MAX_GROUPS = 16 };
@@ -741,9 +763,12 @@ static void keep_result(trainer *t) {
     ft_mem_get(t->ctx, &result->memory);
     ft_flops_get(t->ctx, &result->flops);
     memset(result->sent, 0, sizeof result->sent);
+    memset(result->sent_by, 0, sizeof result->sent_by);
     for (g = 0; g < groups && g < MAX_GROUPS; g++)
-        for (kind = 0; kind < FT_COLLECTIVE_COUNT; kind++)
+        for (kind = 0; kind < FT_COLLECTIVE_COUNT; kind++) {
             result->sent[kind] += traffic[g].sent_bytes[kind];
+            result->sent_by[sender_of(traffic[g].group)] += traffic[g].sent_bytes[kind];
+        }
 }
 
 /* ------------------------------------------------------------------------------------- sampling */
@@ -935,7 +960,8 @@ static ft_status print_memory(int ranks, const rank_result *results) {
     }
     print_ranks(ranks, COLUMNS, names, values);
     free(values);
-    printf("  rank 0's peak is at: %s\n", results[0].memory.peak_where);
+    printf("  rank 0's peak is at: %s%s%s\n", results[0].memory.peak_where,
+           results[0].memory.peak_action[0] ? ", " : "", results[0].memory.peak_action);
     return FT_OK;
 }
 
@@ -1066,6 +1092,10 @@ static void model_config(const settings *set, ft_llama_config *model) {
     model->head_dim = set->head_dim;
     model->intermediate = set->intermediate;
     model->tie_embeddings = (int)set->tie_embeddings;
+    model->qkv_bias = (int)set->qkv_bias;
+    model->o_bias = (int)set->o_bias;
+    model->mlp_bias = (int)set->mlp_bias;
+    model->qk_norm = (int)set->qk_norm;
 }
 
 /* The first bytes of the data start the sample. */
@@ -1300,7 +1330,7 @@ typedef struct trial {
     const char *change[8];    /* what differs from what was asked for; NULL after the last */
     size_t peak_bytes;        /* of the fullest rank */
     double flops, replay;     /* of the busiest rank, a step */
-    int64_t sent;             /* by the rank that sends most, a step */
+    int64_t sent, sent_by[SENDERS]; /* by the rank that sends most, a step */
     int planned, fits;
 } trial;
 
@@ -1313,6 +1343,7 @@ static ft_status plan_stages(program *p, trial *t) {
     t->peak_bytes = 0;
     t->flops = t->replay = 0;
     t->sent = 0;
+    memset(t->sent_by, 0, sizeof t->sent_by);
     for (stage = 0; stage < stages; stage++) {
         const rank_result *r = &p->plan[stage * each];
         double flops;
@@ -1325,6 +1356,8 @@ static ft_status plan_stages(program *p, trial *t) {
         if (flops > t->flops) t->flops = flops;
         if (r->flops.replay > t->replay) t->replay = r->flops.replay;
         if (sent > t->sent) t->sent = sent;
+        for (kind = 0; kind < SENDERS; kind++)
+            if (r->sent_by[kind] > t->sent_by[kind]) t->sent_by[kind] = r->sent_by[kind];
     }
     t->planned = 1;
     return FT_OK;
