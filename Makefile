@@ -84,8 +84,12 @@ build/femtotron_kernels.o: femtotron_kernels.cu femtotron.h
 	    "Toolkit (12.4 or later) and put its bin/ on PATH, or set NVCC" >&2; exit 1; }
 	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) -c $< -o $@)
 
+# With NCCL where its header is.
+nccl = $(shell echo '\#include <nccl.h>' | $(NVCC) -E -x cu - >/dev/null 2>&1 && echo -DFT_NCCL -lnccl)
+
 build/train_llama_cuda: examples/train_llama.c build/femtotron_kernels.o $(HEADERS)
-	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt)
+	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt \
+	    $(nccl))
 
 # Tests that need a GPU; tests/gpu/run.sh runs them.
 build/gpu/test_attention: tests/gpu/test_attention.cu femtotron_kernels.cu femtotron.h

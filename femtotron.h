@@ -190,8 +190,8 @@ FT_API ft_status ft_launch_env(const ft_config *config, ft_rank_fn fn, void *use
    Returns when this rank has ended, as ft_launch does. Collectives that do not end within
    config.timeout_s fail the rank, with a line that names operation, group and sizes. FT_ERR_ARG
    where no launcher's variables are set. */
-FT_API int ft_env_present(void);
-/* 1 if such variables are set. */
+FT_API int ft_env_rank(void);
+/* The rank that such variables give this process; -1 where there are none. */
 
 FT_API ft_status ft_gpu_count(int *gpus);
 /* How many GPUs are visible; 0 in a build without FT_CUDA, or where there is no driver. */
@@ -860,8 +860,8 @@ FT_API void ft_flops_get(const ft_ctx *ctx, ft_flops *flops);
 
    A value that cannot be (a token >= V) is found on the device. The kernel then leaves its output
    for that element zero, and notes the fault for the host, which reports the first by position as
-   FT_ERR_DATA at the next synchronisation: fault[2k] = the least of (position << 32 | value),
-   fault[2k+1] = V, with k below. */
+   FT_ERR_DATA at the next synchronisation: fault[3k] = the least of (position << 32 | value),
+   fault[3k+1] = V, fault[3k+2] = the number of positions, with k below. */
 
 FT_API size_t ftk_rows_sum_bytes(int64_t n, int64_t o);
 /* Workspace of a sum of n rows of o elements (ftk_rows_sum); in every build, for plans. */
@@ -1606,7 +1606,12 @@ static const ft__launcher *ft__launcher_find(void)
     return NULL;
 }
 
-int ft_env_present(void) { return ft__launcher_find() != NULL; }
+int ft_env_rank(void)
+{
+    int rank = 0;
+    const ft__launcher *from = ft__launcher_find();
+    return from && ft__env_int(from->rank, FT__MAX_WORLD - 1, &rank) == FT_OK ? rank : -1;
+}
 
 /* Where the processes meet, in NCCL_COMM_ID, which NCCL reads. */
 static ft_status ft__env_meeting(int world, int locals)
@@ -9755,7 +9760,7 @@ struct ft__gpu {
     char *slots[FT__GPU_SLOTS];           /* pinned; made when first used */
     cudaEvent_t slot_events[FT__GPU_SLOTS];
     int slot;                             /* the next to use */
-    uint64_t *fault, *fault_host;         /* [2 FTK_FAULTS] device, pinned */
+    uint64_t *fault, *fault_host;         /* [3 FTK_FAULTS] device, pinned */
 };
 
 static ft_status ft__gpu_error(cudaError_t error, const char *what)
@@ -9858,7 +9863,7 @@ static ft_status ft__gpu_stream_begin(ft_ctx *ctx, int kind, int priority)
 static ft_status ft__gpu_begin(ft_ctx *ctx)
 {
     int least, greatest;
-    size_t fault_bytes = 2 * FTK_FAULTS * sizeof(uint64_t);
+    size_t fault_bytes = 3 * FTK_FAULTS * sizeof(uint64_t);
     struct ft__gpu *g = (struct ft__gpu *)ft_host_alloc(ctx, sizeof *g);
     if (!g) return FT_ERR_OOM;
     ctx->gpu = g;
@@ -9936,16 +9941,20 @@ static ft_status ft__gpu_wait(ft_stream *s, ft_event event)
     return FT_OK;
 }
 
+/* The sentences of the CPU's kernels. */
 static ft_status ft__gpu_fault(const struct ft__gpu *g)
 {
-    static const char *const ops[FTK_FAULTS] = {"embedding: token", "linear_cross_entropy: label",
-        "tp_embedding: token", "tp_linear_cross_entropy: label"};
+    static const char *const of[FTK_FAULTS][3] = {
+        {"embedding: token", "", ""},
+        {"linear_cross_entropy: label", "the vocabulary ", "; -100 marks a token to ignore"},
+        {"tp_embedding: token", "", ""},
+        {"tp_linear_cross_entropy: label", "the vocabulary ", "; -100 marks a token to ignore"}};
     for (int k = 0; k < FTK_FAULTS; k++) {
-        uint64_t at = g->fault_host[2 * k];
-        if (at == UINT64_MAX) continue;
-        return ft_error(FT_ERR_DATA, "%s %d at position %llu is outside the vocabulary 0..%lld",
-                        ops[k], (int)(int32_t)(uint32_t)at, (unsigned long long)(at >> 32),
-                        (long long)g->fault_host[2 * k + 1] - 1);
+        const uint64_t *at = g->fault_host + 3 * k;
+        if (at[0] == UINT64_MAX) continue;
+        return ft_error(FT_ERR_DATA, "%s %d at position %lld of %lld is outside %s0..%lld%s", of[k][0],
+                        (int)(int32_t)(uint32_t)at[0], (long long)(at[0] >> 32), (long long)at[2],
+                        of[k][1], (long long)at[1] - 1, of[k][2]);
     }
     return FT_OK;
 }
@@ -9953,7 +9962,7 @@ static ft_status ft__gpu_fault(const struct ft__gpu *g)
 static ft_status ft__gpu_sync_run(ft_stream *s)
 {
     struct ft__gpu *g = s->ctx->gpu;
-    FT__CUDA(cudaMemcpyAsync(g->fault_host, g->fault, 2 * FTK_FAULTS * sizeof(uint64_t),
+    FT__CUDA(cudaMemcpyAsync(g->fault_host, g->fault, 3 * FTK_FAULTS * sizeof(uint64_t),
                              cudaMemcpyDeviceToHost, ft__native(s)));
     FT__CUDA(cudaStreamSynchronize(ft__native(s)));
     return ft__gpu_fault(g);

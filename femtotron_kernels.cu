@@ -280,13 +280,14 @@ static __device__ double block_sum(double s, double *room)
 }
 
 /* A value that cannot be, at `position`: the first one is what the host reports. */
-static __device__ void note_fault(uint64_t *fault, int kind, int64_t position, int32_t value,
-                                  int64_t V)
+static __device__ void note_fault(uint64_t *fault, int kind, int64_t position, int64_t positions,
+                                  int32_t value, int64_t V)
 {
     if (!fault) return;
-    atomicMin((unsigned long long *)fault + 2 * kind,
+    atomicMin((unsigned long long *)fault + 3 * kind,
               (unsigned long long)position << 32 | (unsigned)value);
-    fault[2 * kind + 1] = (uint64_t)V;
+    fault[3 * kind + 1] = (uint64_t)V;
+    fault[3 * kind + 2] = (uint64_t)positions;
 }
 
 /* ---- the host's side ---- */
@@ -1830,7 +1831,7 @@ template <typename T, int W> static __global__ void lookup_kernel(lookup_args a)
     FTK_EACH_ROW(i, a.n) {
         const int32_t token = a.tokens[i];
         const int64_t row = a.table ? lookup_row(a, i) : -1;
-        if (c == 0 && (token < 0 || token >= a.V)) note_fault(a.fault, a.kind, i, token, a.V);
+        if (c == 0 && (token < 0 || token >= a.V)) note_fault(a.fault, a.kind, i, a.n, token, a.V);
         float v[W];
         if (row >= 0) get(v, (const T *)a.table + row * a.C + c, 1);
         else zero(v);
@@ -1844,7 +1845,7 @@ static __global__ void lookup_count_kernel(lookup_args a)
          i += (int64_t)gridDim.x * blockDim.x) {
         const int32_t token = a.tokens[i];
         const int64_t row = lookup_row(a, i);
-        if (token < 0 || token >= a.V) note_fault(a.fault, a.kind, i, token, a.V);
+        if (token < 0 || token >= a.V) note_fault(a.fault, a.kind, i, a.n, token, a.V);
         else if (row >= 0) atomicAdd(&a.count[row], 1);
     }
 }
@@ -2200,7 +2201,7 @@ static __device__ int64_t labels_counted(const int32_t *labels, int64_t n, int64
     for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
         const int32_t label = labels[i];
         if (label == FTK_IGNORE) continue;
-        if (label < 0 || label >= V) note_fault(fault, kind, i, label, V);
+        if (label < 0 || label >= V) note_fault(fault, kind, i, n, label, V);
         else counted++;
     }
     return (int64_t)block_sum((double)counted, room);

@@ -49,7 +49,7 @@ typedef struct paths { const char *const *path; int n; } paths;
 
 typedef struct settings {
     int64_t device; /* ft_device; DEVICE_AUTO until it is resolved */
-    int64_t gpus, ranks_per_gpu;
+    int64_t gpus, ranks_per_gpu, transport, timeout_s;
     int64_t dp, tp, pp, sequence_parallel, schedule, virtual_stages;
     const char *pp_layers; /* NULL: uniform */
     int64_t zero_stage, prefetch, reduce_overlap, keep_gathered, shard_ranks;
@@ -111,6 +111,11 @@ static const option options[] = {
      "GPUs of this machine to use; 0: all, but no more than ranks"},
     {"--ranks-per-gpu", TAKES_INT, "R", AT(ranks_per_gpu), 0, 4096, "0",
      "the most ranks that may share a GPU; 0: as many as it takes"},
+    {"--transport", TAKES_WORD, "local|nccl", AT(transport), 0, 0, "local",
+     "between the GPUs of this process: copies, or NCCL with a GPU for each rank. Under\n"
+     "torchrun, mpirun or srun each process is one rank, and NCCL it is"},
+    {"--timeout", TAKES_INT, "SECONDS", AT(timeout_s), 1, 1000000, "120",
+     "how long a collective waits for a rank that does not come"},
     {"--gemm-tune", TAKES_PATH, "FILE", AT(gemm_table), 0, 0, NULL,
      "a table of GEMM algorithms: shapes that it lacks are timed and added, and later\n"
      "runs take the same; default: cuBLASLt's first advice"},
@@ -771,6 +776,22 @@ static void keep_result(trainer *t) {
         }
 }
 
+/* Under a launcher every process has a rank's result, and rank 0 prints them all. */
+static ft_status share_results(trainer *t) {
+    int64_t each = (int64_t)(sizeof(rank_result) / sizeof(int32_t)), all = each * ft_world(t->ctx);
+    ft_tensor *mine, *others;
+    ft_group *world;
+    FT_TRY(ft_group_strided(t->ctx, "results", 0, 1, ft_world(t->ctx), &world));
+    FT_TRY(ft_tensor_create(t->ctx, &mine, FT_I32, 1, &each, FT_TAG_COMM));
+    FT_TRY(ft_tensor_create(t->ctx, &others, FT_I32, 1, &all, FT_TAG_COMM));
+    FT_TRY(ft_upload(mine, &t->work->results[ft_rank(t->ctx)]));
+    FT_TRY(ft_all_gather(world, ft_stream_get(t->ctx, FT_STREAM_COMPUTE), mine, others));
+    FT_TRY(ft_download(others, t->work->results));
+    ft_tensor_free(mine);
+    ft_tensor_free(others);
+    return FT_OK;
+}
+
 /* ------------------------------------------------------------------------------------- sampling */
 
 static double uniform(uint64_t *state) { /* splitmix64 (Steele et al. 2014), in [0, 1) */
@@ -866,6 +887,7 @@ static ft_status rank_main(ft_ctx *ctx, void *user) {
     FT_TRY(train(&t));
     keep_result(&t);
     if (!work->sampler) return FT_OK;
+    if (ft_env_rank() >= 0) FT_TRY(share_results(&t));
     if (ft_rank(ctx) == 0 && work->line_open) putchar('\n');
     if (ft_rank(ctx) == 0) work->line_open = 0;
     if (work->set->hash) {
@@ -883,6 +905,8 @@ static ft_status launch(job *work, ft_device device) {
     config.gpus = (int)work->set->gpus;
     config.ranks_per_gpu = (int)work->set->ranks_per_gpu;
     config.gemm_table = work->set->gemm_table;
+    config.transport = (ft_transport)work->set->transport;
+    config.timeout_s = (double)work->set->timeout_s;
     config.mem_plan = work->mem_plan;
     if (device == FT_META) {
         config.only_rank = work->only_rank;
@@ -890,6 +914,7 @@ static ft_status launch(job *work, ft_device device) {
         config.allocator = (ft_allocator)work->set->allocator;
         config.memory_limit = (size_t)work->set->memory_limit;
     }
+    if (device == FT_GPU && ft_env_rank() >= 0) return ft_launch_env(&config, rank_main, work);
     return ft_launch(&config, rank_main, work);
 }
 
@@ -1061,6 +1086,9 @@ static ft_status choose_device(program *p) {
     if (set->device == DEVICE_AUTO) set->device = gpus > 0 ? FT_GPU : FT_CPU;
     if (set->device != FT_GPU && (set->gpus || set->ranks_per_gpu || set->gemm_table))
         return ft_error(FT_ERR_ARG, "--gpus, --ranks-per-gpu and --gemm-tune need --device cuda");
+    if (ft_env_rank() >= 0 && set->device == FT_CPU && ranks > 1)
+        return ft_error(FT_ERR_UNSUPPORTED, "processes talk over NCCL, between GPUs: without them "
+                        "start one process, whose ranks are threads");
     if (set->device == FT_CPU)
         printf("device  cpu, %d ranks as threads%s\n", ranks, gpus ? "" : ", no GPU in use");
     if (set->device != FT_GPU) return FT_OK;
@@ -1070,7 +1098,7 @@ static ft_status choose_device(program *p) {
                         "without");
     FT_TRY(ft_gpu_name(0, name));
     if (set->gpus) gpus = (int)set->gpus;
-    if (gpus > ranks) gpus = ranks;
+    if (gpus > ranks || ft_env_rank() >= 0) gpus = ranks; /* a process has one */
     p->peak_flops = gpus * chip_peak(name, (ft_dtype)set->dtype);
     if (set->allocator == FT_ALLOC_DEFAULT) set->allocator = FT_ALLOC_ARENA;
     if (!set->memory_limit) { /* what a rank may take, when all that share a GPU take as much */
@@ -1078,7 +1106,8 @@ static ft_status choose_device(program *p) {
         FT_TRY(ft_gpu_memory(0, &free_bytes, &total_bytes));
         set->memory_limit = (int64_t)(free_bytes / (size_t)((ranks + gpus - 1) / gpus));
     }
-    printf("device  cuda, %d ranks as threads on %d x %s\n", ranks, gpus, name);
+    if (ft_env_rank() >= 0) printf("device  cuda, %d ranks as processes, %s\n", ranks, name);
+    else printf("device  cuda, %d ranks as threads on %d x %s\n", ranks, gpus, name);
     return FT_OK;
 }
 
@@ -1730,6 +1759,8 @@ int TRAIN_LLAMA_MAIN(int argc, char **argv) {
         return EXIT_FAILURE;
     }
     keep_freed_memory();
+    /* Of the processes of a launcher one speaks; the errors of all are heard. */
+    if (ft_env_rank() > 0 && !freopen("/dev/null", "w", stdout)) return EXIT_FAILURE;
     memset(&p, 0, sizeof p);
     if (!parse_options(argc, argv, &p.set)) return EXIT_USAGE;
     if (p.set.help) {
