@@ -3,10 +3,12 @@
 
     torch_peer.py same DIR [--steps 1000]      weights and batches into DIR, then trains on them
     torch_peer.py bench 1b|73m [--mbs 4] [--seq 4096] [--steps 10]
+    torchrun --nproc-per-node N torch_peer.py fsdp [--mbs 4] [--seq 4096] [--steps 10]
 
 same: fp32 master weights and bf16 autocast, AdamW, the same data, order and learning rates as
 train_same.c. bench: bf16 weights, every decoder layer compiled, SDPA with all of its kernels
-allowed, fused AdamW: tokens/s (median step) and peak memory.
+allowed, fused AdamW: tokens/s (median step) and peak memory. fsdp: the same 1b under FSDP2, every
+layer a unit, bf16.
 """
 
 import argparse
@@ -127,6 +129,41 @@ def bench(args):
         args.shape, args.mbs, args.seq, rate, torch.cuda.max_memory_allocated() / 2**20))
 
 
+def fsdp(args):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    rank = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+    model = build("1b", args.seq, torch.bfloat16)
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(layer)
+        fully_shard(model.model.layers[i])
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(groups(model, 0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    batch = torch.randint(0, 128256, (args.mbs, args.seq + 1), device="cuda")
+    times = []
+    for step in range(args.steps + 3):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        logits = model(input_ids=batch[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+        del logits
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        if step >= 3:
+            times.append(time.perf_counter() - begin)
+    rate = args.mbs * args.seq / statistics.median(times)
+    if rank == 0:
+        print("torch FSDP2 1b mbs %d x %d: %.0f tok/s a GPU, peak %.0f MiB" % (
+            args.mbs, args.seq, rate, torch.cuda.max_memory_allocated() / 2**20), flush=True)
+    dist.destroy_process_group()
+
+
 def main():
     parser = argparse.ArgumentParser()
     parts = parser.add_subparsers(required=True)
@@ -140,6 +177,11 @@ def main():
     two.add_argument("--seq", type=int, default=4096)
     two.add_argument("--steps", type=int, default=10)
     two.set_defaults(run=bench)
+    three = parts.add_parser("fsdp")
+    three.add_argument("--mbs", type=int, default=4)
+    three.add_argument("--seq", type=int, default=4096)
+    three.add_argument("--steps", type=int, default=10)
+    three.set_defaults(run=fsdp)
     args = parser.parse_args()
     args.run(args)
 
