@@ -10725,6 +10725,9 @@ struct ft__nccl_rank { /* of a context */
     int watching, stop, aborted;
     ft_group *groups[FT__NCCL_GROUPS];
     int n_groups;
+    pthread_t aborts[FT__NCCL_GROUPS + 1];
+    int n_aborts;
+    ncclComm_t unaborted;
     struct timespec moved;     /* when anything was last seen to end, or to be queued from idle */
 };
 
@@ -10811,14 +10814,31 @@ static ncclResult_t ft__nccl_state(const struct ft__nccl_rank *n)
     return ncclSuccess;
 }
 
+static void *ft__nccl_abort_one(void *comm)
+{
+    (void)ncclCommAbort((ncclComm_t)comm);
+    return NULL;
+}
+
+/* An abort waits for the communicator's own kernels, and those may stand in a stream behind those of
+   another: so all are aborted at once, by a thread each. One that cannot have a thread is aborted
+   last, when the others are under way. */
+static void ft__nccl_abort_start(struct ft__nccl_rank *n, ncclComm_t comm)
+{
+    if (!comm) return;
+    if (n->n_aborts < FT__NCCL_GROUPS + 1 &&
+        ft__thread_start(&n->aborts[n->n_aborts], ft__nccl_abort_one, comm) == 0) n->n_aborts++;
+    else n->unaborted = comm;
+}
+
 /* Lock held. Kernels of an aborted communicator end, and with them what waits for them. */
 static void ft__nccl_abort(struct ft__nccl_rank *n)
 {
     if (n->aborted) return;
     n->aborted = 1;
-    for (int i = 0; i < n->n_groups; i++)
-        if (n->groups[i]->nccl->comm) (void)ncclCommAbort(n->groups[i]->nccl->comm);
-    if (n->world) (void)ncclCommAbort(n->world);
+    for (int i = 0; i < n->n_groups; i++) ft__nccl_abort_start(n, n->groups[i]->nccl->comm);
+    ft__nccl_abort_start(n, n->world);
+    if (n->unaborted) (void)ncclCommAbort(n->unaborted);
     n->world = NULL;
     for (int i = 0; i < n->n_groups; i++) n->groups[i]->nccl->comm = NULL;
 }
@@ -10896,6 +10916,7 @@ static void ft__nccl_end(ft_ctx *ctx)
     pthread_mutex_unlock(&n->lock);
     if (n->watching) pthread_join(n->watchdog, NULL);
     if (ctx->world->aborted) ft__nccl_abort(n);
+    for (int i = 0; i < n->n_aborts; i++) pthread_join(n->aborts[i], NULL);
     for (int i = 0; i < n->n_groups; i++) {
         struct ft__nccl *c = n->groups[i]->nccl;
         if (c->comm) {

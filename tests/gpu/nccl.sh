@@ -62,6 +62,12 @@ for cut in "--tp 2" "--tp 2 --sp" "--pp 2 --micro-batch-size 2 --micro-batches 4
     else fail "$cut over NCCL: loss '$got', one GPU $one"; fi
 done
 
+thread_stacks() { # of a process that hangs, for whoever mends it
+    command -v cuda-gdb > /dev/null || return
+    timeout 20 cuda-gdb -p "$1" -batch -ex "thread apply all bt 12" 2> /dev/null |
+        grep -E '^#|^Thread' | cut -c1-140 | head -n 60
+}
+
 # Ranks that are killed, stopped, or ask for something else: the other ends within the time-out.
 long="--dp 2 --zero-stage 3 --steps 100000 --timeout 8"
 for signal in KILL STOP; do
@@ -71,7 +77,8 @@ for signal in KILL STOP; do
     victim=$(pgrep -P $other -f train_llama_cuda | head -n 1)
     kill -$signal "${victim:-$other}"
     begin=$SECONDS status=0
-    ( sleep 40; kill -9 $mine ) 2> /dev/null & watch=$!
+    ( sleep 25; thread_stacks "$(pgrep -P $mine -f train_llama_cuda | head -n 1)"; kill -9 $mine
+        pkill -9 -P $mine ) > $logs/stacks.log 2> /dev/null & watch=$!
     wait $mine || status=$?
     kill $watch 2> /dev/null
     line=$(grep -m 1 '^error' $logs/rank0.log)
