@@ -13,11 +13,11 @@ pass() { passed=$((passed + 1)); echo "ok   $1"; }
 fail() { failed=$((failed + 1)); echo "FAIL $1"; }
 hash_of() { grep -E '^hash' | awk '{print $2}'; }
 
-by_hand() { # RANK FLAGS...: one process of two, as a launcher would start it
+by_hand() { # RANK FLAGS...: this (sub)shell becomes one process of two, as a launcher would start it
     local rank=$1
     shift
-    RANK=$rank WORLD_SIZE=2 LOCAL_RANK=$rank LOCAL_WORLD_SIZE=2 NCCL_COMM_ID=127.0.0.1:29611 \
-        $T --device cuda --data LICENSE "$@"
+    exec env RANK=$rank WORLD_SIZE=2 LOCAL_RANK=$rank LOCAL_WORLD_SIZE=2 \
+        NCCL_COMM_ID=127.0.0.1:29611 $T --device cuda --data LICENSE "$@"
 }
 launch() { # LAUNCHER FLAGS...
     local by=$1
@@ -28,7 +28,7 @@ launch() { # LAUNCHER FLAGS...
     mpirun) mpirun --allow-run-as-root --oversubscribe -n 2 $T --device cuda --data LICENSE "$@" \
         2>&1 ;;
     srun) srun -n 2 $T --device cuda --data LICENSE "$@" 2>&1 ;;
-    hand) by_hand 1 "$@" > $logs/rank1.log 2>&1 & by_hand 0 "$@" 2>&1; wait $! ;;
+    hand) by_hand 1 "$@" > $logs/rank1.log 2>&1 & (by_hand 0 "$@" 2>&1); wait $! ;;
     threads) $T --device cuda --data LICENSE --gpus 2 --transport nccl "$@" 2>&1 ;;
     local) $T --device cuda --data LICENSE --gpus 2 "$@" 2>&1 ;;
     esac
@@ -74,22 +74,20 @@ for signal in KILL STOP; do
     by_hand 1 $long > $logs/rank1.log 2>&1 & other=$!
     by_hand 0 $long > $logs/rank0.log 2>&1 & mine=$!
     sleep 6
-    victim=$(pgrep -P $other -f train_llama_cuda | head -n 1)
-    kill -$signal "${victim:-$other}"
+    kill -$signal $other
     begin=$SECONDS status=0
-    ( sleep 25; thread_stacks "$(pgrep -P $mine -f train_llama_cuda | head -n 1)"; kill -9 $mine
-        pkill -9 -P $mine ) > $logs/stacks.log 2> /dev/null & watch=$!
+    (sleep 25; thread_stacks $mine > $logs/stacks.log; kill -9 $mine) 2> /dev/null & watch=$!
     wait $mine || status=$?
     kill $watch 2> /dev/null
     line=$(grep -m 1 '^error' $logs/rank0.log)
     if ((status == 1)) && [ -n "$line" ]; then
         pass "SIG$signal of rank 1: rank 0 ends after $((SECONDS - begin)) s: $line"
     else fail "SIG$signal of rank 1: status $status after $((SECONDS - begin)) s: $line"; fi
-    kill -9 "${victim:-$other}" $other 2> /dev/null
+    kill -9 $other 2> /dev/null
     wait $other 2> /dev/null
 done
 by_hand 1 --dp 2 --steps 3 --seq-len 64 --timeout 8 > $logs/rank1.log 2>&1 & other=$!
-by_hand 0 --dp 2 --steps 3 --seq-len 128 --timeout 8 > $logs/rank0.log 2>&1
+(by_hand 0 --dp 2 --steps 3 --seq-len 128 --timeout 8) > $logs/rank0.log 2>&1
 status=$?
 wait $other
 other=$?
