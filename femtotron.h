@@ -260,6 +260,8 @@ typedef struct ft_mem_event {
 
 FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events);
 /* The events kept since launch (config.timeline); their number is returned, 0 when off. */
+FT_API void ft_mem_timeline_clear(ft_ctx *ctx);
+/* Forgets the events and the spans so far: to keep the last step alone. Open spans begin here. */
 
 typedef struct ft_span { /* a stretch of the program: an action of a pipeline, the optimizer's step */
     const char *name;
@@ -2811,6 +2813,13 @@ FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events)
 {
     *events = ctx->memory->events;
     return ctx->memory->n_events;
+}
+
+FT_API void ft_mem_timeline_clear(ft_ctx *ctx)
+{
+    ft__memory *m = ctx->memory;
+    m->n_events = m->n_spans = 0;
+    for (int i = 0; i < m->n_open; i++) m->open[i].begin_event = 0;
 }
 
 /* An array that can take one more, or all that could be freed: growing never fails in a free. */
