@@ -3682,7 +3682,7 @@ static ft__block *ft__cache_find(const ft__memory *m, size_t bytes)
 /* Cuts what is beyond `bytes` off a free block that is not in the list. */
 static ft_status ft__block_split(ft__memory *m, ft__block *b, size_t bytes)
 {
-    ft__block *rest;
+    ft__block *rest = NULL;
     if (b->bytes == bytes) return FT_OK;
     FT_TRY(ft__block_new(m, &rest));
     *rest = *b;
@@ -3800,7 +3800,7 @@ static ft_status ft__arena_take(ft_ctx *ctx, ft_storage *st, ft_stream *home)
     memset(last, 0, sizeof last);
     memset(order, 0, sizeof order);
     for (int64_t i = ft__used_after(m, begin); i < m->n_used && m->used[i].begin < end; i++) {
-        int k = m->used[i].last.stream->kind;
+        int k = (int)m->used[i].last.stream->kind;
         if (m->used[i].order <= order[k]) continue;
         order[k] = m->used[i].order;
         last[k] = m->used[i].last;

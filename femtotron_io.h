@@ -3124,6 +3124,10 @@ FT_API ft_status ft_io_trace_write(const char *path, int n, const ft_io_record *
 enum { FT__IO_WIDE = 900, FT__IO_LEFT = 80, FT__IO_RIGHT = 10, FT__IO_AREA = 260,
        FT__IO_COLUMNS = 400 };
 
+/* Where time goes. */
+static const double ft__io_left = FT__IO_LEFT;
+static const double ft__io_drawn = FT__IO_WIDE - FT__IO_LEFT - FT__IO_RIGHT;
+
 static const char *const ft__io_colours[FT_TAG_COUNT] = { /* by tag; they differ in grey too */
     "#1f4e79", "#c55a11", "#548235", "#9dc3e6", "#7030a0", "#f4b183", "#a5a5a5", "#404040"
 };
@@ -3198,8 +3202,8 @@ typedef struct ft__io_axis { double from, to; } ft__io_axis; /* of time */
 
 static double ft__io_x(const ft__io_axis *a, double time)
 {
-    const double wide = FT__IO_WIDE - FT__IO_LEFT - FT__IO_RIGHT;
-    return FT__IO_LEFT + (a->to > a->from ? (time - a->from) / (a->to - a->from) * wide : 0);
+    if (a->to <= a->from) return ft__io_left;
+    return ft__io_left + (time - a->from) / (a->to - a->from) * ft__io_drawn;
 }
 
 static ft__io_axis ft__io_axis_of(const ft_io_report *report)
@@ -3239,9 +3243,8 @@ static int64_t ft__io_thin(const ft_io_record *r, const ft__io_axis *a, int64_t 
     int64_t n = 0;
     int column = -1;
     for (int64_t i = 0; i < r->n_points; i++) {
-        const double at = (ft__io_x(a, r->points[i].time_s) - FT__IO_LEFT) /
-                          (FT__IO_WIDE - FT__IO_LEFT - FT__IO_RIGHT);
-        const int here = (int)(at * FT__IO_COLUMNS);
+        const double at = (ft__io_x(a, r->points[i].time_s) - ft__io_left) / ft__io_drawn;
+        const int here = (int)(at * (double)FT__IO_COLUMNS);
         if (here != column && n <= FT__IO_COLUMNS) {
             kept[n++] = i;
             column = here;
@@ -3286,7 +3289,7 @@ static void ft__io_peak_mark(FILE *f, const ft_io_record *r, const ft__io_axis *
 {
     const ft_io_point *p = &r->points[r->peak];
     const double x = ft__io_x(a, p->time_s);
-    const double y = 10 + FT__IO_AREA - (double)ft__io_point_sum(p) * scale;
+    const double y = 10 + (double)FT__IO_AREA - (double)ft__io_point_sum(p) * scale;
     fputs("<line class=peak", f);
     ft__io_attr(f, "x1", x);
     ft__io_attr(f, "x2", x);
@@ -3320,7 +3323,7 @@ static void ft__io_memory_chart(FILE *f, const ft_io_record *r, const ft__io_axi
                                 const char *unit, int64_t *kept)
 {
     const double most = (double)ft__io_point_sum(&r->points[r->peak]);
-    const double scale = most > 0 ? (FT__IO_AREA - 10) / most : 0;
+    const double scale = most > 0 ? (double)(FT__IO_AREA - 10) / most : 0;
     const int64_t n = ft__io_thin(r, a, kept);
     ft__io_svg_begin(f, "memory", FT__IO_AREA + 36);
     for (int i = 0; i <= 4; i++) {
@@ -3469,9 +3472,8 @@ static void ft__io_report_losses(FILE *f, const ft_io_report *report)
     ft__io_svg_begin(f, "loss", FT__IO_AREA + 36);
     fputs("<polyline class=loss points=\"", f);
     for (int64_t i = 0; i < n; i++) {
-        const double wide = FT__IO_WIDE - FT__IO_LEFT - FT__IO_RIGHT;
         if (n > 4000 && i % (n / 2000) != 0 && i != n - 1) continue;
-        ft__io_num(f, FT__IO_LEFT + (n > 1 ? wide * (double)i / (double)(n - 1) : 0));
+        ft__io_num(f, ft__io_left + (n > 1 ? ft__io_drawn * (double)i / (double)(n - 1) : 0));
         fputc(',', f);
         ft__io_num(f, 10 + (FT__IO_AREA - 10) *
                       (high > low ? (high - report->losses[i]) / (high - low) : 0.5));

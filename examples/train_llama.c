@@ -935,8 +935,8 @@ static ft_status print_memory(int ranks, const rank_result *results) {
     }
     print_ranks(ranks, COLUMNS, names, values);
     free(values);
-    printf("  rank 0's peak is at: %s%s%s\n", results[0].memory.peak_where,
-           results[0].memory.peak_action[0] ? ", " : "", results[0].memory.peak_action);
+    printf("  rank 0's peak is at: %s, in %s\n", results[0].memory.peak_where,
+           results[0].memory.peak_action[0] ? results[0].memory.peak_action : "the set-up");
     return FT_OK;
 }
 
@@ -1494,6 +1494,7 @@ static void advise(const program *p, size_t limit) {
 /* Memory that a rank takes of its device: the arena where there is one, else its peak. */
 static size_t bytes_needed(const program *p, int rank) {
     ft_mem_plan_info info;
+    memset(&info, 0, sizeof info);
     if (p->mem_plan && ft_mem_plan_get(p->mem_plan, rank, &info) == FT_OK)
         return info.reserved_bytes;
     return p->plan[rank].memory.peak_bytes;
