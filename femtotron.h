@@ -295,6 +295,8 @@ typedef struct ft_mem_event {
 
 FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events);
 /* The events kept since launch (config.timeline); their number is returned, 0 when off. */
+FT_API void ft_mem_timeline_clear(ft_ctx *ctx);
+/* Forgets the events and the spans so far: to keep the last step alone. Open spans begin here. */
 
 typedef struct ft_span { /* a stretch of the program: an action of a pipeline, the optimizer's step */
     const char *name;
@@ -3127,6 +3129,13 @@ FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events)
     return ctx->memory->n_events;
 }
 
+FT_API void ft_mem_timeline_clear(ft_ctx *ctx)
+{
+    ft__memory *m = ctx->memory;
+    m->n_events = m->n_spans = 0;
+    for (int i = 0; i < m->n_open; i++) m->open[i].begin_event = 0;
+}
+
 /* An array that can take one more, or all that could be freed: growing never fails in a free. */
 static ft_status ft__array_reserve(void **array, int64_t used, int64_t need, int64_t *cap,
                                    size_t each)
@@ -3988,7 +3997,7 @@ static ft__block *ft__cache_find(const ft__memory *m, size_t bytes)
 /* Cuts what is beyond `bytes` off a free block that is not in the list. */
 static ft_status ft__block_split(ft__memory *m, ft__block *b, size_t bytes)
 {
-    ft__block *rest;
+    ft__block *rest = NULL;
     if (b->bytes == bytes) return FT_OK;
     FT_TRY(ft__block_new(m, &rest));
     *rest = *b;
@@ -4106,7 +4115,7 @@ static ft_status ft__arena_take(ft_ctx *ctx, ft_storage *st, ft_stream *home)
     memset(last, 0, sizeof last);
     memset(order, 0, sizeof order);
     for (int64_t i = ft__used_after(m, begin); i < m->n_used && m->used[i].begin < end; i++) {
-        int k = m->used[i].last.stream->kind;
+        int k = (int)m->used[i].last.stream->kind;
         if (m->used[i].order <= order[k]) continue;
         order[k] = m->used[i].order;
         last[k] = m->used[i].last;

@@ -1,4 +1,5 @@
-/* femtotron_io.h: safetensors, token data and its sampler, metrics and JSON, for femtotron.h.
+/* femtotron_io.h: safetensors, token data and its sampler, metrics, reports and JSON, for
+   femtotron.h.
 
    Do this, in ONE C or C++ file of your program (elsewhere without the macro):
 
@@ -29,6 +30,9 @@
        >>eval         which ones an evaluation sees    >>eval.impl
        >>json         an emitter for nested JSON       >>json.impl
        >>log          metrics as JSON lines            >>log.impl
+       >>record       what a rank did in a step        >>record.impl
+       >>trace        it, for Chrome and Perfetto      >>trace.impl
+       >>report       it, as a page to read            >>report.impl
 
    OPTIONS  (define before the include that has the implementation)
      FEMTOTRON_IO_IMPLEMENTATION   the implementation of this header alone. Default: off;
@@ -372,6 +376,62 @@ FT_API ft_status ft_io_log_end(ft_io_log *log);
    own. */
 FT_API ft_status ft_io_log_close(ft_io_log *log);
 /* FT_ERR_STATE if a row is open; it is not written. NULL is allowed. */
+
+/* ------------------------------------------------------------------------------------ >>record */
+
+/* Memory and spans of a rank, copied out of its context before that ends (config.timeline). */
+typedef struct ft_io_point { /* after an event of the timeline; the first is before them all */
+    double time_s;
+    int64_t event;
+    size_t live[FT_TAG_COUNT];
+} ft_io_point;
+
+typedef struct ft_io_sent {
+    char group[32];
+    int64_t bytes, calls;
+} ft_io_sent;
+
+enum { FT_IO_MAX_GROUPS = 16 };
+
+typedef struct ft_io_record {
+    int rank;
+    int64_t n_points, n_spans;
+    ft_io_point *points;
+    ft_span *spans;
+    int64_t peak;               /* the point with most bytes */
+    char peak_where[160];       /* of the rank's peak since launch: its span, op and unit */
+    int n_sent;
+    ft_io_sent sent[FT_IO_MAX_GROUPS]; /* by group, since launch */
+} ft_io_record;
+
+FT_API ft_status ft_io_record_take(const ft_ctx *ctx, ft_io_record *record);
+/* Copies what the timeline has kept; see ft_mem_timeline_clear. 80 bytes an event. */
+FT_API void ft_io_record_free(ft_io_record *record);
+
+/* ------------------------------------------------------------------------------------- >>trace */
+
+FT_API ft_status ft_io_trace_write(const char *path, int n, const ft_io_record *records);
+/* Trace Event Format (JSON) for chrome://tracing and ui.perfetto.dev: a process a rank, its spans
+   as slices, its bytes by tag as a counter. Times in microseconds. */
+
+/* ------------------------------------------------------------------------------------ >>report */
+
+typedef struct ft_io_report {
+    const char *title;
+    const char *settings;        /* lines of plain text */
+    const char *time_unit;       /* of the records' times: "s", or what a plan counts in */
+    int n;
+    const ft_io_record *records; /* [n] by rank; neighbours whose memory is alike share a drawing */
+    int n_rows;
+    const int *rows;             /* [n_rows] records whose spans are drawn, a row each */
+    int64_t n_steps;
+    const double *losses;        /* [n_steps], or NULL */
+} ft_io_report;
+
+FT_API ft_status ft_io_report_write(const char *path, const ft_io_report *report);
+/* One HTML page that needs nothing else: drawings are SVG inside it, and read without JavaScript,
+   which only adds figures under the pointer. Memory over time, stacked by tag, with the peak and
+   what made it; spans as a Gantt drawing, in which what is empty is bubble; traffic; losses. */
 
 #endif /* FEMTOTRON_IO_H */
 
@@ -2894,6 +2954,614 @@ FT_API ft_status ft_io_log_close(ft_io_log *log)
     FT_FREE(log->json.name);
     FT_FREE(log);
     return status;
+}
+
+/* ------------------------------------------------------------------------------- >>record.impl */
+
+static ft_status ft__io_record_points(const ft_ctx *ctx, ft_io_record *record)
+{
+    const ft_mem_event *events;
+    const int64_t n = ft_mem_timeline(ctx, &events);
+    ft_mem_stats stats;
+    ft_mem_get(ctx, &stats);
+    record->points = (ft_io_point *)FT_MALLOC((size_t)(n + 1) * sizeof *record->points);
+    if (record->points == NULL) return ft__io_oom("a record", (size_t)n * sizeof *record->points);
+    memset(record->points, 0, (size_t)(n + 1) * sizeof *record->points);
+    record->n_points = n + 1;
+    /* What was live before the first event: what is live now, less all changes since. */
+    ft_io_point *p = record->points;
+    for (int t = 0; t < FT_TAG_COUNT; t++) p[0].live[t] = stats.live[t];
+    for (int64_t i = 0; i < n; i++) p[0].live[events[i].tag] -= (size_t)events[i].delta_bytes;
+    p[0].time_s = n > 0 ? events[0].time_s : 0;
+    size_t most = 0;
+    for (int64_t i = 0; i <= n; i++) {
+        size_t sum = 0;
+        if (i > 0) {
+            p[i] = p[i - 1];
+            p[i].live[events[i - 1].tag] += (size_t)events[i - 1].delta_bytes;
+            p[i].time_s = events[i - 1].time_s;
+            p[i].event = i;
+        }
+        for (int t = 0; t < FT_TAG_COUNT; t++) sum += p[i].live[t];
+        if (sum <= most) continue;
+        most = sum;
+        record->peak = i;
+    }
+    snprintf(record->peak_where, sizeof record->peak_where, "%s%s%s", stats.peak_action,
+             stats.peak_action[0] ? ": " : "", stats.peak_where);
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_record_take(const ft_ctx *ctx, ft_io_record *record)
+{
+    ft_traffic traffic[FT_IO_MAX_GROUPS];
+    const ft_span *spans;
+    memset(record, 0, sizeof *record);
+    record->rank = ft_rank(ctx);
+    FT_TRY(ft__io_record_points(ctx, record));
+    record->n_spans = ft_spans(ctx, &spans);
+    const size_t bytes = (size_t)record->n_spans * sizeof *spans;
+    record->spans = (ft_span *)FT_MALLOC(bytes + 1);
+    if (record->spans == NULL) return ft__io_oom("a record", bytes);
+    if (bytes > 0) memcpy(record->spans, spans, bytes);
+    const int groups = ft_traffic_get(ctx, FT_IO_MAX_GROUPS, traffic);
+    for (int g = 0; g < groups && g < FT_IO_MAX_GROUPS; g++) {
+        ft_io_sent *sent = &record->sent[record->n_sent];
+        snprintf(sent->group, sizeof sent->group, "%s", traffic[g].group);
+        for (int k = 0; k < FT_COLLECTIVE_COUNT; k++) {
+            sent->bytes += traffic[g].sent_bytes[k];
+            sent->calls += traffic[g].calls[k];
+        }
+        record->n_sent += sent->calls > 0;
+        if (sent->calls == 0) memset(sent, 0, sizeof *sent);
+    }
+    return FT_OK;
+}
+
+FT_API void ft_io_record_free(ft_io_record *record)
+{
+    if (record == NULL) return;
+    FT_FREE(record->points);
+    FT_FREE(record->spans);
+    record->points = NULL;
+    record->spans = NULL;
+    record->n_points = record->n_spans = 0;
+}
+
+static size_t ft__io_point_sum(const ft_io_point *p)
+{
+    size_t sum = 0;
+    for (int t = 0; t < FT_TAG_COUNT; t++) sum += p->live[t];
+    return sum;
+}
+
+/* -------------------------------------------------------------------------------- >>trace.impl */
+
+static void ft__io_trace_begin(ft_io_json *json, const char *name, const char *phase, int rank,
+                               double time_s)
+{
+    ft_io_json_begin_object(json);
+    ft_io_json_key(json, "name");
+    ft_io_json_string(json, name);
+    ft_io_json_key(json, "ph");
+    ft_io_json_string(json, phase);
+    ft_io_json_key(json, "pid");
+    ft_io_json_int(json, rank);
+    ft_io_json_key(json, "tid");
+    ft_io_json_int(json, 0);
+    ft_io_json_key(json, "ts");
+    ft_io_json_float(json, time_s * 1e6);
+}
+
+static void ft__io_trace_spans(ft_io_json *json, const ft_io_record *r)
+{
+    for (int64_t i = 0; i < r->n_spans; i++) {
+        const ft_span *span = &r->spans[i];
+        ft__io_trace_begin(json, span->name, "X", r->rank, span->begin_s);
+        ft_io_json_key(json, "dur");
+        ft_io_json_float(json, (span->end_s - span->begin_s) * 1e6);
+        ft_io_json_key(json, "args");
+        ft_io_json_begin_object(json);
+        if (span->micro_batch >= 0) {
+            ft_io_json_key(json, "micro_batch");
+            ft_io_json_int(json, span->micro_batch);
+            ft_io_json_key(json, "chunk");
+            ft_io_json_int(json, span->chunk);
+        }
+        ft_io_json_end_object(json);
+        ft_io_json_end_object(json);
+    }
+}
+
+static void ft__io_trace_memory(ft_io_json *json, const ft_io_record *r)
+{
+    for (int64_t i = 0; i < r->n_points; i++) {
+        ft__io_trace_begin(json, "memory", "C", r->rank, r->points[i].time_s);
+        ft_io_json_key(json, "args");
+        ft_io_json_begin_object(json);
+        for (int t = 0; t < FT_TAG_COUNT; t++) {
+            ft_io_json_key(json, ft_tag_name((ft_tag)t));
+            ft_io_json_int(json, (int64_t)r->points[i].live[t]);
+        }
+        ft_io_json_end_object(json);
+        ft_io_json_end_object(json);
+    }
+}
+
+FT_API ft_status ft_io_trace_write(const char *path, int n, const ft_io_record *records)
+{
+    ft_io_json *json;
+    FT_TRY(ft_io_json_open(path, &json));
+    ft_io_json_begin_object(json);
+    ft_io_json_key(json, "displayTimeUnit");
+    ft_io_json_string(json, "ms");
+    ft_io_json_key(json, "traceEvents");
+    ft_io_json_begin_array(json);
+    for (int r = 0; r < n; r++) {
+        char name[32];
+        snprintf(name, sizeof name, "rank %d", records[r].rank);
+        ft__io_trace_begin(json, "process_name", "M", records[r].rank, 0);
+        ft_io_json_key(json, "args");
+        ft_io_json_begin_object(json);
+        ft_io_json_key(json, "name");
+        ft_io_json_string(json, name);
+        ft_io_json_end_object(json);
+        ft_io_json_end_object(json);
+        ft__io_trace_spans(json, &records[r]);
+        ft__io_trace_memory(json, &records[r]);
+    }
+    ft_io_json_end_array(json);
+    ft_io_json_end_object(json);
+    return ft_io_json_finish(json);
+}
+
+/* ------------------------------------------------------------------------------- >>report.impl
+
+   Drawings are FT__IO_WIDE units wide and scale with the page; on a narrow screen they scroll in
+   their frame, so that text stays legible. Numbers are written by ft__io_num, whose point is a dot
+   in every locale. */
+
+enum { FT__IO_WIDE = 900, FT__IO_LEFT = 80, FT__IO_RIGHT = 10, FT__IO_AREA = 260,
+       FT__IO_COLUMNS = 400 };
+
+/* Where time goes. */
+static const double ft__io_left = FT__IO_LEFT;
+static const double ft__io_drawn = FT__IO_WIDE - FT__IO_LEFT - FT__IO_RIGHT;
+
+static const char *const ft__io_colours[FT_TAG_COUNT] = { /* by tag; they differ in grey too */
+    "#1f4e79", "#c55a11", "#548235", "#9dc3e6", "#7030a0", "#f4b183", "#a5a5a5", "#404040"
+};
+
+/* The number that a text has, in units of 1/100: no decimal point of a locale. */
+static void ft__io_num(FILE *f, double value)
+{
+    long long hundredths = (long long)(value * 100 + (value < 0 ? -0.5 : 0.5));
+    long long whole = hundredths / 100, part = hundredths % 100;
+    if (part < 0) part = -part;
+    fprintf(f, "%s%lld.%02lld", hundredths < 0 && whole == 0 ? "-" : "", whole, part);
+}
+
+static void ft__io_attr(FILE *f, const char *name, double value)
+{
+    fprintf(f, " %s=\"", name);
+    ft__io_num(f, value);
+    fputc('"', f);
+}
+
+static void ft__io_escape_html(FILE *f, const char *text)
+{
+    for (; *text; text++) {
+        switch (*text) {
+        case '&': fputs("&amp;", f); break;
+        case '<': fputs("&lt;", f); break;
+        case '>': fputs("&gt;", f); break;
+        case '"': fputs("&quot;", f); break;
+        default: fputc(*text, f);
+        }
+    }
+}
+
+static void ft__io_bytes_text(FILE *f, double bytes)
+{
+    static const char *const units[] = {"B", "KiB", "MiB", "GiB", "TiB"};
+    int k = 0;
+    while (k < 4 && bytes >= 1024) {
+        bytes /= 1024;
+        k++;
+    }
+    ft__io_num(f, bytes);
+    fprintf(f, " %s", units[k]);
+}
+
+static void ft__io_svg_begin(FILE *f, const char *kind, double high)
+{
+    fprintf(f, "<div class=frame><svg class=\"%s\" role=img viewBox=\"0 0 %d ", kind, FT__IO_WIDE);
+    ft__io_num(f, high);
+    fputs("\">\n", f);
+}
+
+static void ft__io_svg_text(FILE *f, double x, double y, const char *anchor)
+{
+    fputs("<text", f);
+    ft__io_attr(f, "x", x);
+    ft__io_attr(f, "y", y);
+    fprintf(f, " text-anchor=%s>", anchor);
+}
+
+static void ft__io_rect(FILE *f, double x, double y, double wide, double high, const char *fill)
+{
+    fputs("<rect", f);
+    ft__io_attr(f, "x", x);
+    ft__io_attr(f, "y", y);
+    ft__io_attr(f, "width", wide);
+    ft__io_attr(f, "height", high);
+    fprintf(f, " fill=\"%s\">", fill);
+}
+
+typedef struct ft__io_axis { double from, to; } ft__io_axis; /* of time */
+
+static double ft__io_x(const ft__io_axis *a, double time)
+{
+    if (a->to <= a->from) return ft__io_left;
+    return ft__io_left + (time - a->from) / (a->to - a->from) * ft__io_drawn;
+}
+
+static ft__io_axis ft__io_axis_of(const ft_io_report *report)
+{
+    ft__io_axis a;
+    int any = 0;
+    a.from = a.to = 0;
+    for (int r = 0; r < report->n; r++) {
+        const ft_io_record *rec = &report->records[r];
+        for (int64_t i = 0; i < rec->n_spans; i++) {
+            if (!any || rec->spans[i].begin_s < a.from) a.from = rec->spans[i].begin_s;
+            if (!any || rec->spans[i].end_s > a.to) a.to = rec->spans[i].end_s;
+            any = 1;
+        }
+        for (int64_t i = 0; i < rec->n_points; i++) {
+            if (!any || rec->points[i].time_s < a.from) a.from = rec->points[i].time_s;
+            if (!any || rec->points[i].time_s > a.to) a.to = rec->points[i].time_s;
+            any = 1;
+        }
+    }
+    return a;
+}
+
+static void ft__io_time_axis(FILE *f, const ft__io_axis *a, double y, const char *unit)
+{
+    for (int i = 0; i <= 5; i++) {
+        const double t = a->from + (a->to - a->from) * i / 5;
+        ft__io_svg_text(f, ft__io_x(a, t), y, i == 0 ? "start" : i == 5 ? "end" : "middle");
+        ft__io_num(f, t - a->from);
+        fprintf(f, " %s</text>\n", unit);
+    }
+}
+
+/* Of the points in a column of the drawing the highest stands for all: a peak is never lost. */
+static int64_t ft__io_thin(const ft_io_record *r, const ft__io_axis *a, int64_t *kept)
+{
+    int64_t n = 0;
+    int column = -1;
+    for (int64_t i = 0; i < r->n_points; i++) {
+        const double at = (ft__io_x(a, r->points[i].time_s) - ft__io_left) / ft__io_drawn;
+        const int here = (int)(at * (double)FT__IO_COLUMNS);
+        if (here != column && n <= FT__IO_COLUMNS) {
+            kept[n++] = i;
+            column = here;
+        } else if (ft__io_point_sum(&r->points[i]) > ft__io_point_sum(&r->points[kept[n - 1]])) {
+            kept[n - 1] = i;
+        }
+    }
+    return n;
+}
+
+/* Steps of one tag over those below it. */
+static void ft__io_layer(FILE *f, const ft_io_record *r, const ft__io_axis *a, const int64_t *kept,
+                         int64_t n, int tag, double scale)
+{
+    double below, above, y0 = 10 + FT__IO_AREA;
+    size_t any = 0;
+    for (int64_t i = 0; i < n; i++) any |= r->points[kept[i]].live[tag];
+    if (any == 0) return;
+    fprintf(f, "<path fill=\"%s\" d=\"", ft__io_colours[tag]);
+    for (int side = 0; side < 2; side++) /* the upper edge to the right, the lower one back */
+        for (int64_t k = 0; k < n; k++) {
+            const int64_t i = side ? n - 1 - k : k;
+            const ft_io_point *p = &r->points[kept[i]];
+            const double x = ft__io_x(a, p->time_s);
+            const double next = i + 1 < n ? ft__io_x(a, r->points[kept[i + 1]].time_s)
+                                          : FT__IO_WIDE - FT__IO_RIGHT;
+            below = 0;
+            for (int t = 0; t < tag; t++) below += (double)p->live[t];
+            above = below + (double)p->live[tag];
+            const double y = y0 - (side ? below : above) * scale;
+            fputc(k == 0 && side == 0 ? 'M' : 'L', f);
+            ft__io_num(f, side ? next : x);
+            fputc(' ', f);
+            ft__io_num(f, y);
+            fputc('H', f);
+            ft__io_num(f, side ? x : next);
+        }
+    fprintf(f, "Z\"><title>%s</title></path>\n", ft_tag_name((ft_tag)tag));
+}
+
+static void ft__io_peak_mark(FILE *f, const ft_io_record *r, const ft__io_axis *a, double scale)
+{
+    const ft_io_point *p = &r->points[r->peak];
+    const double x = ft__io_x(a, p->time_s);
+    const double y = 10 + (double)FT__IO_AREA - (double)ft__io_point_sum(p) * scale;
+    fputs("<line class=peak", f);
+    ft__io_attr(f, "x1", x);
+    ft__io_attr(f, "x2", x);
+    ft__io_attr(f, "y1", y);
+    fprintf(f, " y2=\"%d\"/>\n", 10 + FT__IO_AREA);
+    const int right = x < FT__IO_WIDE / 2;
+    ft__io_svg_text(f, right ? x + 4 : x - 4, y - 6 > 12 ? y - 6 : 22, right ? "start" : "end");
+    fputs("peak ", f);
+    ft__io_bytes_text(f, (double)ft__io_point_sum(p));
+    fputs("</text>\n", f);
+}
+
+static void ft__io_breakdown(FILE *f, const ft_io_record *r)
+{
+    const ft_io_point *p = &r->points[r->peak];
+    const double sum = (double)ft__io_point_sum(p);
+    fputs("<p class=legend>At the peak (", f);
+    ft__io_escape_html(f, r->peak_where[0] ? r->peak_where : "no span");
+    fputs("):", f);
+    for (int t = 0; t < FT_TAG_COUNT; t++) {
+        if (p->live[t] == 0) continue;
+        fprintf(f, " <span><i style=\"background:%s\"></i>%s ", ft__io_colours[t],
+                ft_tag_name((ft_tag)t));
+        ft__io_bytes_text(f, (double)p->live[t]);
+        fprintf(f, " (%d%%)</span>", (int)(100 * (double)p->live[t] / sum + 0.5));
+    }
+    fputs("</p>\n", f);
+}
+
+static void ft__io_memory_chart(FILE *f, const ft_io_record *r, const ft__io_axis *a,
+                                const char *unit, int64_t *kept)
+{
+    const double most = (double)ft__io_point_sum(&r->points[r->peak]);
+    const double scale = most > 0 ? (double)(FT__IO_AREA - 10) / most : 0;
+    const int64_t n = ft__io_thin(r, a, kept);
+    ft__io_svg_begin(f, "memory", FT__IO_AREA + 36);
+    for (int i = 0; i <= 4; i++) {
+        const double y = 10 + FT__IO_AREA - most * i / 4 * scale;
+        fputs("<line class=grid", f);
+        fprintf(f, " x1=\"%d\" x2=\"%d\"", FT__IO_LEFT, FT__IO_WIDE - FT__IO_RIGHT);
+        ft__io_attr(f, "y1", y);
+        ft__io_attr(f, "y2", y);
+        fputs("/>\n", f);
+        ft__io_svg_text(f, FT__IO_LEFT - 4, y + 4, "end");
+        ft__io_bytes_text(f, most * i / 4);
+        fputs("</text>\n", f);
+    }
+    for (int t = 0; t < FT_TAG_COUNT; t++) ft__io_layer(f, r, a, kept, n, t, scale);
+    ft__io_peak_mark(f, r, a, scale);
+    ft__io_time_axis(f, a, FT__IO_AREA + 30, unit);
+    fputs("</svg></div>\n", f);
+}
+
+/* The same bytes in the same order: their drawings would differ in nothing but time. */
+static int ft__io_alike(const ft_io_record *a, const ft_io_record *b)
+{
+    if (a->n_points != b->n_points) return 0;
+    for (int64_t i = 0; i < a->n_points; i++)
+        if (memcmp(a->points[i].live, b->points[i].live, sizeof a->points[i].live) != 0) return 0;
+    return 1;
+}
+
+static void ft__io_report_memory(FILE *f, const ft_io_report *report, const ft__io_axis *a,
+                                 int64_t *kept)
+{
+    fputs("<h2>Memory over time</h2>\n", f);
+    for (int first = 0, last; first < report->n; first = last + 1) {
+        const ft_io_record *r = &report->records[first];
+        for (last = first; last + 1 < report->n; last++)
+            if (!ft__io_alike(r, &report->records[last + 1])) break;
+        if (first == last) fprintf(f, "<h3>Rank %d</h3>\n", r->rank);
+        else fprintf(f, "<h3>Ranks %d to %d</h3>\n", r->rank, report->records[last].rank);
+        ft__io_memory_chart(f, r, a, report->time_unit, kept);
+        ft__io_breakdown(f, r);
+    }
+}
+
+static const char *ft__io_span_colour(const char *name)
+{
+    if (strcmp(name, "forward") == 0) return "#9dc3e6";
+    if (strcmp(name, "backward") == 0) return "#f4b183";
+    if (strcmp(name, "input gradients") == 0) return "#ffd966";
+    if (strcmp(name, "weight gradients") == 0) return "#a9d18e";
+    if (strcmp(name, "exchange") == 0) return "#d9d9d9";
+    return "#8faadc";
+}
+
+static double ft__io_row_busy(const ft_io_record *r)
+{
+    double busy = 0;
+    for (int64_t i = 0; i < r->n_spans; i++)
+        if (strcmp(r->spans[i].name, "exchange") != 0)
+            busy += r->spans[i].end_s - r->spans[i].begin_s;
+    return busy;
+}
+
+static void ft__io_gantt_row(FILE *f, const ft_io_record *r, const ft__io_axis *a, double y,
+                             const char *unit)
+{
+    ft__io_svg_text(f, FT__IO_LEFT - 4, y + 16, "end");
+    fprintf(f, "rank %d</text>\n", r->rank);
+    for (int64_t i = 0; i < r->n_spans; i++) {
+        const ft_span *s = &r->spans[i];
+        const double x = ft__io_x(a, s->begin_s), wide = ft__io_x(a, s->end_s) - x;
+        ft__io_rect(f, x, y, wide, 22, ft__io_span_colour(s->name));
+        fprintf(f, "<title>%s", s->name);
+        if (s->micro_batch >= 0)
+            fprintf(f, " of micro-batch %d, chunk %d", s->micro_batch, s->chunk);
+        fputs(", ", f);
+        ft__io_num(f, s->end_s - s->begin_s);
+        fprintf(f, " %s</title></rect>\n", unit);
+        if (s->micro_batch < 0 || wide < 14) continue;
+        ft__io_svg_text(f, x + wide / 2, y + 15, "middle");
+        fprintf(f, "%d</text>\n", s->micro_batch);
+    }
+}
+
+static void ft__io_report_gantt(FILE *f, const ft_io_report *report, const ft__io_axis *a)
+{
+    static const char *const names[] = {"forward", "backward", "input gradients",
+                                        "weight gradients", "exchange", "optimizer"};
+    double busy = 0;
+    const double high = 28.0 * report->n_rows;
+    fputs("<h2>Who does what when</h2>\n", f);
+    ft__io_svg_begin(f, "gantt", high + 30);
+    fprintf(f, "<rect class=idle x=\"%d\" y=\"0\" width=\"%d\"", FT__IO_LEFT,
+            FT__IO_WIDE - FT__IO_LEFT - FT__IO_RIGHT);
+    ft__io_attr(f, "height", high);
+    fputs("/>\n", f);
+    for (int i = 0; i < report->n_rows; i++) {
+        const ft_io_record *r = &report->records[report->rows[i]];
+        busy += ft__io_row_busy(r);
+        ft__io_gantt_row(f, r, a, 28.0 * i + 3, report->time_unit);
+    }
+    ft__io_time_axis(f, a, high + 20, report->time_unit);
+    fputs("</svg></div>\n<p class=legend>", f);
+    for (size_t i = 0; i < sizeof names / sizeof names[0]; i++)
+        fprintf(f, "<span><i style=\"background:%s\"></i>%s</span> ", ft__io_span_colour(names[i]),
+                names[i]);
+    fputs("Numbers are micro-batches; what is empty, or waits in an exchange, is bubble: ", f);
+    const double all = (a->to - a->from) * report->n_rows;
+    ft__io_num(f, all > 0 ? 100 * (1 - busy / all) : 0);
+    fputs("% of the time shown.</p>\n", f);
+}
+
+static void ft__io_report_traffic(FILE *f, const ft_io_report *report)
+{
+    fputs("<h2>Traffic</h2>\n<div class=frame><table class=traffic><tr><th>rank<th>group<th>calls"
+          "<th>bytes sent<th></tr>\n", f);
+    double most = 1;
+    for (int i = 0; i < report->n_rows; i++)
+        for (int g = 0; g < report->records[report->rows[i]].n_sent; g++)
+            if ((double)report->records[report->rows[i]].sent[g].bytes > most)
+                most = (double)report->records[report->rows[i]].sent[g].bytes;
+    for (int i = 0; i < report->n_rows; i++) {
+        const ft_io_record *r = &report->records[report->rows[i]];
+        for (int g = 0; g < r->n_sent; g++) {
+            fprintf(f, "<tr><td>%d<td>", r->rank);
+            ft__io_escape_html(f, r->sent[g].group);
+            fprintf(f, "<td>%lld<td>%lld<td><b class=bar style=\"width:",
+                    (long long)r->sent[g].calls, (long long)r->sent[g].bytes);
+            ft__io_num(f, 120 * (double)r->sent[g].bytes / most);
+            fputs("px\"></b></tr>\n", f);
+        }
+    }
+    fputs("</table></div>\n", f);
+}
+
+static void ft__io_report_losses(FILE *f, const ft_io_report *report)
+{
+    const int64_t n = report->n_steps;
+    double low, high;
+    if (n < 1 || report->losses == NULL) return;
+    low = high = report->losses[0];
+    for (int64_t i = 1; i < n; i++) {
+        if (report->losses[i] < low) low = report->losses[i];
+        if (report->losses[i] > high) high = report->losses[i];
+    }
+    fputs("<h2>Loss</h2>\n", f);
+    ft__io_svg_begin(f, "loss", FT__IO_AREA + 36);
+    fputs("<polyline class=loss points=\"", f);
+    for (int64_t i = 0; i < n; i++) {
+        if (n > 4000 && i % (n / 2000) != 0 && i != n - 1) continue;
+        ft__io_num(f, ft__io_left + (n > 1 ? ft__io_drawn * (double)i / (double)(n - 1) : 0));
+        fputc(',', f);
+        ft__io_num(f, 10 + (FT__IO_AREA - 10) *
+                      (high > low ? (high - report->losses[i]) / (high - low) : 0.5));
+        fputc(' ', f);
+    }
+    fputs("\"/>\n", f);
+    for (int i = 0; i <= 4; i++) {
+        ft__io_svg_text(f, FT__IO_LEFT - 4, 14 + (FT__IO_AREA - 10) * (4 - i) / 4.0, "end");
+        ft__io_num(f, low + (high - low) * i / 4);
+        fputs("</text>\n", f);
+    }
+    ft__io_svg_text(f, FT__IO_LEFT, FT__IO_AREA + 30, "start");
+    fputs("step 1</text>\n", f);
+    ft__io_svg_text(f, FT__IO_WIDE - FT__IO_RIGHT, FT__IO_AREA + 30, "end");
+    fprintf(f, "step %lld</text>\n</svg></div>\n", (long long)n);
+}
+
+static void ft__io_report_head(FILE *f, const ft_io_report *report)
+{
+    fputs("<!DOCTYPE html>\n<html lang=en><head><meta charset=utf-8>\n"
+          "<meta name=viewport content=\"width=device-width, initial-scale=1\">\n<title>", f);
+    ft__io_escape_html(f, report->title);
+    fputs("</title>\n<style>\n"
+          "body{font:16px/1.45 system-ui,sans-serif;max-width:960px;margin:0 auto;padding:0 12px;"
+          "color:#222;background:#fff}\n"
+          "pre{background:#f4f4f4;padding:8px;white-space:pre-wrap;font-size:13px}\n"
+          ".frame{overflow-x:auto}\n"
+          "svg{display:block;width:100%;min-width:640px;height:auto;background:#fff}\n"
+          "svg text{font:12px system-ui,sans-serif;fill:#222}\n"
+          ".grid{stroke:#ddd}.peak{stroke:#c00;stroke-width:2;stroke-dasharray:5 3}\n"
+          ".idle{fill:#f4f4f4}.gantt rect{stroke:#fff;stroke-width:.5}\n"
+          ".loss polyline{fill:none;stroke:#1f4e79;stroke-width:1.5}\n"
+          ".legend span{white-space:nowrap;margin-right:10px}\n"
+          ".legend i{display:inline-block;width:12px;height:12px;margin-right:4px}\n"
+          "table{border-collapse:collapse}td,th{padding:2px 10px;text-align:right;"
+          "white-space:nowrap}tr{border-bottom:1px solid #ddd}\n"
+          ".bar{display:inline-block;height:12px;background:#1f4e79}\n"
+          "@media print{body{max-width:none}svg{min-width:0;break-inside:avoid}"
+          "h2,h3{break-after:avoid}*{-webkit-print-color-adjust:exact;print-color-adjust:exact}}\n"
+          "</style></head><body>\n<h1>", f);
+    ft__io_escape_html(f, report->title);
+    fputs("</h1>\n<pre>", f);
+    ft__io_escape_html(f, report->settings ? report->settings : "");
+    fputs("</pre>\n", f);
+}
+
+/* A line under each memory drawing that says what is under the pointer; and what a test asks. */
+static void ft__io_report_script(FILE *f)
+{
+    fputs("<script>\n"
+          "for (const p of document.querySelectorAll('svg.memory path,svg.gantt rect'))\n"
+          "  p.addEventListener('pointerenter', () => {\n"
+          "    for (const q of document.querySelectorAll('.at')) q.remove();\n"
+          "    const title = p.querySelector('title');\n"
+          "    if (!title) return;\n"
+          "    const at = document.createElement('p');\n"
+          "    at.className = 'at';\n"
+          "    at.textContent = title.textContent;\n"
+          "    p.closest('.frame').after(at);\n"
+          "  });\n"
+          "const page = document.documentElement;\n"
+          "page.dataset.charts = document.querySelectorAll('svg').length;\n"
+          "page.dataset.overflow = Math.max(0, page.scrollWidth - page.clientWidth);\n"
+          "</script>\n</body></html>\n", f);
+}
+
+FT_API ft_status ft_io_report_write(const char *path, const ft_io_report *report)
+{
+    FILE *f = fopen(path, "w");
+    if (f == NULL)
+        return ft_error(FT_ERR_IO, "%s: cannot open for writing: %s", path, strerror(errno));
+    int64_t *kept = (int64_t *)FT_MALLOC((FT__IO_COLUMNS + 2) * sizeof *kept);
+    if (kept == NULL) {
+        fclose(f);
+        return ft__io_oom(path, FT__IO_COLUMNS * sizeof *kept);
+    }
+    const ft__io_axis axis = ft__io_axis_of(report);
+    ft__io_report_head(f, report);
+    ft__io_report_memory(f, report, &axis, kept);
+    ft__io_report_gantt(f, report, &axis);
+    ft__io_report_traffic(f, report);
+    ft__io_report_losses(f, report);
+    ft__io_report_script(f);
+    FT_FREE(kept);
+    const int wrong = ferror(f);
+    if (fclose(f) != 0 || wrong)
+        return ft_error(FT_ERR_IO, "%s: cannot write: %s", path, strerror(errno));
+    return FT_OK;
 }
 
 #endif /* implementation */

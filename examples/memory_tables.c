@@ -258,6 +258,7 @@ static ft_status print_table(const request *ask, variant how) {
 }
 
 static ft_status print_csv(const request *ask) {
+    int64_t most = -1;
     puts("table,config,dp,tp,pp,layers,hidden,intermediate,heads,kv_heads,vocab,seq,"
          "batch_per_dp_rank,micro_batches,zero_stage,recompute,published_mib,floor_mib,peak_mib,"
          "workspace_mib");
@@ -273,8 +274,11 @@ static ft_status print_csv(const request *ask) {
         if (ask->device == FT_CPU && o.difference < 0) puts("does not fit,");
         else printf("%.1f,%.1f\n", cell_mib(&o), mib(o.fullest.highest[FT_TAG_WORKSPACE]));
         fflush(stdout);
+        if (o.difference > most) most = o.difference;
     }
-    return FT_OK;
+    if (most >= 0)
+        fprintf(stderr, "largest difference between plan and run: %lld bytes\n", (long long)most);
+    return most <= 0 ? FT_OK : ft_error(FT_ERR_DATA, "a run is not as planned");
 }
 
 /* Training needs tokens; memory does not depend on which. */

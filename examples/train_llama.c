@@ -69,7 +69,7 @@ typedef struct settings {
     paths data, eval_data;
     int64_t token_dtype;   /* ft_io_token */
     int64_t eval_every;
-    const char *log_path, *memory_json_path, *gemm_table;
+    const char *log_path, *memory_json_path, *report_path, *trace_path, *gemm_table;
     int64_t sample, hash, verbose, help;
 } settings;
 
@@ -218,6 +218,11 @@ static const option options[] = {
      "tokens_per_s, peak_bytes (of rank 0)"},
     {"--memory-json", TAKES_PATH, "FILE", AT(memory_json_path), 0, 0, NULL,
      "every rank's peak bytes, and by tag at that moment, as JSON"},
+    {"--report", TAKES_PATH, "FILE", AT(report_path), 0, 0, NULL,
+     "a page (HTML) of the last step: memory over time, who does what when, traffic, losses;\n"
+     "on meta of the planned step, in the simulated time of its schedule"},
+    {"--trace", TAKES_PATH, "FILE", AT(trace_path), 0, 0, NULL,
+     "the same step for Chrome's tracing and Perfetto, as JSON"},
     {"--sample", TAKES_INT, "N", AT(sample), 0, MANY, "0",
      "after training, bytes to generate (temperature 0.8)"},
     {"--hash", TAKES_NONE, "", AT(hash), 0, 0, NULL,
@@ -421,6 +426,8 @@ typedef struct job {
     const ft_io_eval *eval;       /* NULL: no validation */
     int64_t steps;
     int only_rank;                /* a plan of this rank alone; -1: of all */
+    ft_io_record *records;        /* [R] of the last step, or NULL */
+    double *losses;               /* [steps], or NULL */
     ft_mem_plan *mem_plan;        /* records the plan, places the run; NULL without an arena */
     rank_result *results;         /* [R] */
     ft_io_log *log;
@@ -731,6 +738,7 @@ static ft_status train(trainer *t) {
     for (step = 0; step < work->steps; step++) {
         double lr = ft_lr_at(&schedule, step), step_begin = now_s();
         ft_zero_report report;
+        if (work->records) ft_mem_timeline_clear(t->ctx);
         FT_TRY(ft_mem_phase_begin(t->ctx, "step"));
         FT_TRY(train_step(t, step, lr));
         FT_TRY(ft_zero_report_get(t->zero, &report)); /* waits for the step to be over */
@@ -740,8 +748,11 @@ static ft_status train(trainer *t) {
             work->results[ft_rank(t->ctx)].step_flops = flops.forward + flops.backward;
         }
         FT_TRY(ft_mem_phase_end(t->ctx));
+        if (work->records && step == work->steps - 1)
+            FT_TRY(ft_io_record_take(t->ctx, &work->records[ft_rank(t->ctx)]));
         if (work->sampler && ft_rank(t->ctx) == 0) {
             work->report = report;
+            if (work->losses) work->losses[step] = report.loss;
             FT_TRY(report_step(work, t, step + 1, lr, now_s() - step_begin));
         }
         FT_TRY(maybe_evaluate(t, step + 1));
@@ -908,6 +919,7 @@ static ft_status launch(job *work, ft_device device) {
     config.transport = (ft_transport)work->set->transport;
     config.timeout_s = (double)work->set->timeout_s;
     config.mem_plan = work->mem_plan;
+    config.timeline = work->records != NULL;
     if (device == FT_META) {
         config.only_rank = work->only_rank;
     } else {
@@ -985,8 +997,8 @@ static ft_status print_memory(int ranks, const rank_result *results) {
     }
     print_ranks(ranks, COLUMNS, names, values);
     free(values);
-    printf("  rank 0's peak is at: %s%s%s\n", results[0].memory.peak_where,
-           results[0].memory.peak_action[0] ? ", " : "", results[0].memory.peak_action);
+    printf("  rank 0's peak is at: %s, in %s\n", results[0].memory.peak_where,
+           results[0].memory.peak_action[0] ? results[0].memory.peak_action : "the set-up");
     return FT_OK;
 }
 
@@ -1055,6 +1067,10 @@ typedef struct program { /* what main() opens and must close */
     int32_t *text;              /* [prompt + N] */
     int64_t prompt;
     rank_result *plan, *run;    /* [R] */
+    ft_io_record *records;      /* [R], for --report and --trace */
+    double *losses;             /* [steps] */
+    int argc;
+    char **argv;
     ft_mem_plan *mem_plan;
     ft_io_log *log;
     ft_io_json *memory_json;
@@ -1193,19 +1209,14 @@ static ft_status check_layout(program *p) {
                        p->model.intermediate, set->micro_batch_size, set->seq_len);
 }
 
-/* An output must not be one of the inputs, which are mapped, nor the other output. */
-static ft_status check_output(const settings *set, const char *path, const char *other) {
+/* An output must not be one of the inputs, which are mapped. */
+static ft_status check_output(const settings *set, const char *path) {
     const paths *lists[2];
     struct stat out, in;
     int k, i;
     lists[0] = &set->data;
     lists[1] = &set->eval_data;
-    if (!path) return FT_OK;
-    if (other && strcmp(path, other) == 0)
-        return ft_error(FT_ERR_ARG, "%s: --log and --memory-json name the same file", path);
-    if (stat(path, &out) != 0) return FT_OK; /* a new file */
-    if (other && stat(other, &in) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
-        return ft_error(FT_ERR_ARG, "%s and %s are the same file", path, other);
+    if (!path || stat(path, &out) != 0) return FT_OK; /* none, or a new file */
     for (k = 0; k < 2; k++)
         for (i = 0; i < lists[k]->n; i++)
             if (stat(lists[k]->path[i], &in) == 0 && in.st_dev == out.st_dev &&
@@ -1215,9 +1226,27 @@ static ft_status check_output(const settings *set, const char *path, const char 
     return FT_OK;
 }
 
+/* Nor may two outputs be one file. */
 static ft_status check_outputs(const settings *set) {
-    FT_TRY(check_output(set, set->log_path, set->memory_json_path));
-    return check_output(set, set->memory_json_path, NULL);
+    const char *path[4];
+    struct stat a, b;
+    int i, k;
+    path[0] = set->log_path;
+    path[1] = set->memory_json_path;
+    path[2] = set->report_path;
+    path[3] = set->trace_path;
+    for (i = 0; i < 4; i++) {
+        FT_TRY(check_output(set, path[i]));
+        for (k = 0; k < i && path[i]; k++) {
+            if (!path[k]) continue;
+            if (strcmp(path[i], path[k]) == 0)
+                return ft_error(FT_ERR_ARG, "%s: two outputs name the same file", path[i]);
+            if (stat(path[i], &a) == 0 && stat(path[k], &b) == 0 && a.st_dev == b.st_dev &&
+                a.st_ino == b.st_ino)
+                return ft_error(FT_ERR_ARG, "%s and %s are the same file", path[i], path[k]);
+        }
+    }
+    return FT_OK;
 }
 
 static ft_status open_data(program *p, int64_t batch) {
@@ -1257,6 +1286,12 @@ static ft_status open_inputs(program *p) {
     p->sac = (ft_sac *)calloc((size_t)set->layers, sizeof *p->sac);
     p->plan = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->plan);
     p->run = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->run);
+    if (set->report_path || set->trace_path) {
+        p->records = (ft_io_record *)calloc((size_t)rank_count(set), sizeof *p->records);
+        p->losses = (double *)calloc((size_t)set->steps, sizeof *p->losses);
+        if (!p->records || !p->losses)
+            return ft_error(FT_ERR_OOM, "no memory for a record of %d ranks", rank_count(set));
+    }
     if (!p->sac || !p->plan || !p->run)
         return ft_error(FT_ERR_OOM, "no memory for the results of %d ranks", rank_count(set));
     return FT_OK;
@@ -1399,7 +1434,7 @@ static ft_status plan_trial(trial *t) {
     p.set = t->set;
     p.set.data.n = p.set.eval_data.n = 0; /* tokens have no values here */
     p.set.device = FT_META;
-    p.set.log_path = p.set.memory_json_path = NULL;
+    p.set.log_path = p.set.memory_json_path = p.set.report_path = p.set.trace_path = NULL;
     p.set.sample = p.set.eval_every = 0;
     status = open_inputs(&p);
     if (status == FT_OK) status = plan_stages(&p, t);
@@ -1568,6 +1603,7 @@ static void advise(const program *p, size_t limit) {
 /* Memory that a rank takes of its device: the arena where there is one, else its peak. */
 static size_t bytes_needed(const program *p, int rank) {
     ft_mem_plan_info info;
+    memset(&info, 0, sizeof info);
     if (p->mem_plan && ft_mem_plan_get(p->mem_plan, rank, &info) == FT_OK)
         return info.reserved_bytes;
     return p->plan[rank].memory.peak_bytes;
@@ -1616,6 +1652,7 @@ static ft_status make_plan(program *p) {
         FT_TRY(ft_mem_plan_create(rank_count(&p->set), &p->mem_plan));
     plan = job_create(p);
     FT_TRY(choose_recompute(p, &plan));
+    if (p->set.device == FT_META) plan.records = p->records;
     begin = now_s();
     FT_TRY(launch(&plan, FT_META));
     printf("\nplan: bytes of each rank at its peak (one step on meta, %.2f s)\n", now_s() - begin);
@@ -1647,6 +1684,8 @@ static ft_status train_for_real(program *p) {
     work.steps = p->set.steps;
     work.results = p->run;
     work.log = p->log;
+    work.records = p->records;
+    work.losses = p->losses;
     work.text = p->text;
     work.prompt = p->prompt;
     work.live = isatty(STDOUT_FILENO);
@@ -1686,6 +1725,85 @@ static ft_status plan_on_meta(program *p) {
     return FT_OK;
 }
 
+/* A plan has no times: the schedule's simulation gives them. The k-th span of a stage's rank is the
+   k-th action of its list; the optimizer follows, one unit long. */
+static void retime(ft_io_record *r, const ft_pp_rank_times *times, int actions, double makespan) {
+    int64_t i, k = 0;
+    for (i = 0; i < r->n_spans; i++) {
+        ft_span *span = &r->spans[i];
+        span->begin_s = i < actions ? times->start[i] : makespan + (double)(i - actions);
+        span->end_s = i < actions ? times->end[i] : span->begin_s + 1;
+    }
+    for (i = 0; i < r->n_points; i++) {
+        const ft_span *span;
+        int64_t event = r->points[i].event, length;
+        while (k + 1 < r->n_spans && event > r->spans[k].end_event) k++;
+        if (r->n_spans == 0) return;
+        span = &r->spans[k];
+        length = span->end_event - span->begin_event;
+        if (event <= span->begin_event) r->points[i].time_s = span->begin_s;
+        else if (event >= span->end_event || length == 0) r->points[i].time_s = span->end_s;
+        else r->points[i].time_s = span->begin_s + (span->end_s - span->begin_s) *
+                                   (double)(event - span->begin_event) / (double)length;
+    }
+}
+
+static ft_status retime_plan(program *p) {
+    ft_pp_config config = pipeline_config(&p->set);
+    ft_pp_cost cost = ft_pp_cost_default();
+    ft_pp_schedule *schedule;
+    ft_pp_simulation *simulation;
+    int r, ranks = rank_count(&p->set), each = ranks / (int)p->set.pp;
+    ft_status status;
+    cost.blocking = 1;
+    FT_TRY(ft_pp_schedule_create(&config, &schedule));
+    status = ft_pp_simulate(schedule, &cost, &simulation);
+    for (r = 0; status == FT_OK && r < ranks; r++)
+        retime(&p->records[r], &simulation->ranks[r / each], schedule->ranks[r / each].n,
+               simulation->makespan);
+    if (status == FT_OK) ft_pp_simulation_free(simulation);
+    ft_pp_schedule_free(schedule);
+    return status;
+}
+
+/* All ranks in a row each, or one of each stage where there are many. */
+static ft_status write_report(const program *p, const char *settings_text) {
+    int ranks = rank_count(&p->set), stages = (int)p->set.pp, i;
+    int n = ranks <= 16 ? ranks : stages;
+    int *rows = (int *)calloc((size_t)n, sizeof *rows);
+    ft_io_report report;
+    ft_status status;
+    if (!rows) return ft_error(FT_ERR_OOM, "no memory for a report of %d rows", n);
+    for (i = 0; i < n; i++) rows[i] = i * (ranks / n);
+    memset(&report, 0, sizeof report);
+    report.title = p->set.device == FT_META ? "A planned step" : "The last step of a run";
+    report.settings = settings_text;
+    report.time_unit = p->set.device == FT_META ? "forwards" : "s";
+    report.n = ranks;
+    report.records = p->records;
+    report.n_rows = n;
+    report.rows = rows;
+    report.n_steps = p->set.device == FT_META ? 0 : p->set.steps;
+    report.losses = p->losses;
+    status = ft_io_report_write(p->set.report_path, &report);
+    free(rows);
+    return status;
+}
+
+static ft_status write_records(program *p) {
+    char text[2048];
+    size_t at = 0;
+    int i;
+    if (!p->records) return FT_OK;
+    if (p->set.device == FT_META) FT_TRY(retime_plan(p));
+    text[0] = '\0';
+    for (i = 0; i < p->argc && at + 1 < sizeof text; i++)
+        at += (size_t)snprintf(text + at, sizeof text - at, "%s%s", i ? " " : "", p->argv[i]);
+    if (p->set.report_path) FT_TRY(write_report(p, text));
+    if (!p->set.trace_path) return FT_OK;
+    return ft_io_trace_write(p->set.trace_path, rank_count(&p->set), p->records);
+}
+
 static ft_status run_program(program *p) {
     int meta = p->set.device == FT_META;
     FT_TRY(open_inputs(p));
@@ -1694,6 +1812,7 @@ static ft_status run_program(program *p) {
     if (p->set.verbose) FT_TRY(print_layout(p));
     FT_TRY(make_plan(p));
     FT_TRY(meta ? plan_on_meta(p) : train_for_real(p));
+    FT_TRY(write_records(p));
     if (!p->set.memory_json_path) return FT_OK;
     FT_TRY(ft_io_json_open(p->set.memory_json_path, &p->memory_json));
     write_memory_json(p->memory_json, rank_count(&p->set), meta ? p->plan : p->run);
@@ -1701,6 +1820,10 @@ static ft_status run_program(program *p) {
 }
 
 static void free_program(program *p) {
+    int r;
+    for (r = 0; p->records && r < rank_count(&p->set); r++) ft_io_record_free(&p->records[r]);
+    free(p->records);
+    free(p->losses);
     ft_io_data_close(p->data);
     ft_io_data_close(p->eval_data);
     free(p->first_layer);
@@ -1763,6 +1886,8 @@ int TRAIN_LLAMA_MAIN(int argc, char **argv) {
     if (ft_env_rank() > 0 && !freopen("/dev/null", "w", stdout)) return EXIT_FAILURE;
     memset(&p, 0, sizeof p);
     if (!parse_options(argc, argv, &p.set)) return EXIT_USAGE;
+    p.argc = argc;
+    p.argv = argv;
     if (p.set.help) {
         print_help();
         return output_written() ? EXIT_SUCCESS : EXIT_FAILURE;
