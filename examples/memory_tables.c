@@ -150,24 +150,41 @@ static double machine_bytes(void) {
     return limit > 0 && used >= 0 && limit - used < most ? limit - used : most;
 }
 
-/* One step of the trainer for a cell: on meta, then on the CPU if that is asked for and fits. */
+/* The same of the first GPU, which all ranks share. */
+static ft_status gpu_bytes(double *bytes) {
+    size_t free_bytes, total_bytes;
+    FT_TRY(ft_gpu_memory(0, &free_bytes, &total_bytes));
+    *bytes = (double)free_bytes;
+    return FT_OK;
+}
+
+/* One step of the trainer for a cell: on meta, then on the device that is asked for, if it fits
+   there. On a GPU the ranks have an arena each: 8 of them shall fill it to the brim. */
 static ft_status run_program_of(program *p, ft_device device, outcome *out) {
-    double begin = now_s();
+    double begin = now_s(), most = 0;
     int ranks = rank_count(&p->set);
+    p->set.device = device;
+    if (device == FT_GPU) p->set.gpus = 1;
+    if (device == FT_GPU) p->set.allocator = FT_ALLOC_ARENA;
     FT_TRY(open_inputs(p));
+    if (device == FT_GPU) FT_TRY(ft_mem_plan_create(ranks, &p->mem_plan));
     job plan = job_create(p);
     FT_TRY(choose_recompute(p, &plan));
     FT_TRY(launch(&plan, FT_META));
     keep_fullest(p->plan, ranks, out);
+    if (p->mem_plan) FT_TRY(ft_mem_plan_place(p->mem_plan));
     out->seconds = now_s() - begin;
     out->difference = -1;
-    if (device == FT_META || 1.05 * (double)out->sum_bytes > machine_bytes()) return FT_OK;
+    if (device == FT_META) return FT_OK;
+    if (device == FT_GPU) FT_TRY(gpu_bytes(&most));
+    else most = machine_bytes() / 1.05;
+    if ((double)out->sum_bytes > most) return FT_OK;
     job work = job_create(p);
     work.sampler = &p->sampler;
     work.results = p->run;
     work.quiet = 1;
     begin = now_s();
-    FT_TRY(launch(&work, FT_CPU));
+    FT_TRY(launch(&work, device));
     out->seconds = now_s() - begin;
     out->difference = largest_difference(p->plan, p->run, ranks);
     keep_fullest(p->run, ranks, out);
@@ -216,7 +233,7 @@ typedef struct tally { int n, below, within, skipped; double logs; int64_t diffe
 
 static void print_cell(const cell *c, const outcome *o, ft_device device, tally *t) {
     double ours = cell_mib(o);
-    if (device == FT_CPU && o->difference < 0) {
+    if (device != FT_META && o->difference < 0) {
         printf("  %-12s %8d %8d  does not fit\n", cell_name(c), c->log_mib, c->floor_mib);
         t->skipped++;
         return;
@@ -251,7 +268,7 @@ static ft_status print_table(const request *ask, variant how) {
     if (!t.n) return FT_OK;
     printf("\n  below the log: %d of %d; at most 1.10 floor + 8: %d of %d; geometric mean of "
            "ours/log: %.3f\n", t.below, t.n, t.within, t.n, exp(t.logs / t.n));
-    if (ask->device == FT_CPU)
+    if (ask->device != FT_META)
         printf("  largest difference between plan and run: %lld bytes; %d cells do not fit\n",
                (long long)t.difference, t.skipped);
     return FT_OK;
@@ -271,7 +288,7 @@ static ft_status print_csv(const request *ask) {
                c->table == 1 ? "1024,2048,16,4,1024" : "2048,8192,32,8,40960", c->seq,
                c->table == 1 ? 1 : 4, c->stage, c->full ? "full" : "none", c->log_mib,
                c->floor_mib);
-        if (ask->device == FT_CPU && o.difference < 0) puts("does not fit,");
+        if (ask->device != FT_META && o.difference < 0) puts("does not fit,");
         else printf("%.1f,%.1f\n", cell_mib(&o), mib(o.fullest.highest[FT_TAG_WORKSPACE]));
         fflush(stdout);
         if (o.difference > most) most = o.difference;
@@ -307,9 +324,9 @@ static int parse_request(int argc, char **argv, request *ask) {
         if (strcmp(argv[i], "--csv") == 0) {
             ask->csv = 1;
         } else if (strcmp(argv[i], "--device") == 0) {
-            if (strcmp(value, "meta") != 0 && strcmp(value, "cpu") != 0)
-                return bad("--device %s: must be one of meta|cpu", value);
-            ask->device = strcmp(value, "cpu") == 0 ? FT_CPU : FT_META;
+            int device = word_index("cpu|meta|cuda", value); /* as ft_device has them */
+            if (device < 0) return bad("--device %s: must be one of meta|cpu|cuda", value);
+            ask->device = (ft_device)device;
             i++;
         } else if (strcmp(argv[i], "--cells") == 0) {
             int n = sscanf(value, "%d-%d", &ask->first, &ask->last);
@@ -320,9 +337,10 @@ static int parse_request(int argc, char **argv, request *ask) {
             ask->last--;
             i++;
         } else if (strcmp(argv[i], "--help") == 0) {
-            printf("usage: memory_tables [--device meta|cpu] [--csv] [--cells FIRST-LAST]\n\n"
-                   "Peak memory of %d cells beside a log's figures and a floor. On cpu a cell is\n"
-                   "planned, and run if its ranks fit this machine: minutes a cell.\n", CELLS);
+            printf("usage: memory_tables [--device meta|cpu|cuda] [--csv] [--cells FIRST-LAST]\n\n"
+                   "Peak memory of %d cells beside a log's figures and a floor. On cpu and cuda a cell\n"
+                   "is planned, and run if its 8 ranks fit: on the CPU minutes a cell; on the first GPU,\n"
+                   "which they share, seconds (build it with nvcc as the trainer).\n", CELLS);
             exit(EXIT_SUCCESS);
         } else {
             return bad("%s: unknown flag", argv[i]);
@@ -341,7 +359,7 @@ int MEMORY_TABLES_MAIN(int argc, char **argv) {
     ft_status status = FT_OK;
     keep_freed_memory();
     if (!parse_request(argc, argv, &ask)) return EXIT_USAGE;
-    if (ask.device == FT_CPU) status = make_data(&ask, path);
+    if (ask.device != FT_META) status = make_data(&ask, path);
     if (status == FT_OK && ask.csv) status = print_csv(&ask);
     for (int how = 0; status == FT_OK && !ask.csv && how < VARIANTS; how++)
         status = print_table(&ask, (variant)how);
