@@ -5,12 +5,13 @@
        #define FEMTOTRON_IMPLEMENTATION
        #include "femtotron.h"
 
-   and include it without the macro wherever else you need it. Build with `cc file.c -lm -lpthread`.
+   and include it without the macro wherever else you need it. Build with `cc file.c -lm -lpthread`;
+   for GPUs with `nvcc -DFT_CUDA file.c femtotron_kernels.cu -lcublasLt`.
 
    WHAT IT DOES NOT DO
-     No networking and no GPU in this build: ranks are threads of one process, on the devices `cpu`
-     and `meta`. No automatic mixed precision inside an op, no convolutions, no views with strides:
-     every tensor is contiguous and row-major. No global state but one thread-local error string.
+     No networking of its own: ranks are threads of one process, or processes that NCCL connects. No
+     automatic mixed precision inside an op, no convolutions, no views with strides: every tensor is
+     contiguous and row-major. No global state but one thread-local error string.
 
    CONTENTS  (find a part by searching for its mark)
      Declarations                               Implementation
@@ -20,7 +21,7 @@
        >>memory      the accounting allocator     >>memory.impl (the books), >>plan.impl (what an
                                                   arena holds where), >>serving.impl (memory)
        >>tensors     storage with a shape         >>tensors.impl
-       >>groups      collectives                  >>groups.impl
+       >>groups      collectives                  >>groups.impl (the local transport), >>nccl.impl
        >>optable     what an op is                >>optable.impl
        >>ops         the built-in ops             >>kernels.impl (CPU code), >>ops.impl (the rows)
        >>tape        backward, recomputation      >>tape.impl, >>sac.impl
@@ -30,6 +31,10 @@
      FT_CBLAS      GEMMs call cblas_sgemm instead of the built-in loops. Default off. Set it where
                    OpenBLAS or another CBLAS is installed; link it. Single-threaded BLAS is asked
                    for, because every rank is a thread already.
+     FT_CUDA       the device FT_GPU exists. Default off. Needs the CUDA Toolkit; link cudart,
+                   cuBLASLt and femtotron_kernels.cu.
+     FT_NCCL       with FT_CUDA: ranks as processes (ft_launch_env), and FT_TRANSPORT_NCCL. Default
+                   off; link NCCL (2.18 or later).
      FT_MALLOC(n), FT_FREE(p)   host memory and the CPU device's storage. Default malloc and free.
                    Called by many threads at once; NULL from FT_MALLOC becomes FT_ERR_OOM, and
                    FT_FREE takes NULL.
@@ -51,6 +56,9 @@
                kernels: every allocation, free and collective is counted and nothing else happens.
                The peak of a meta run is the peak of the real run, to the byte and per tag, because
                both are made by the same sequence of calls.
+               FT_GPU, in a build with FT_CUDA, is an NVIDIA GPU that any number of ranks may share:
+               the same calls in the same order, so the same plan (made with plan_for = FT_GPU, as
+               kernels' workspace differs).
      stream    Work is queued on a stream and runs in its order; two streams are ordered only by
                events. The host runs ahead: a function returning FT_OK means "queued and valid".
      tag       Each allocation says what it is for: param grad optim act gather comm workspace
