@@ -28,7 +28,17 @@ ours "73m mbs 8 x 1024" $L73 --micro-batch-size 8 --seq-len 1024
 ours "1b mbs 4 x 4096" $L1B --micro-batch-size 4 --seq-len 4096
 ours "1b mbs 4 x 4096 selective" $L1B --micro-batch-size 4 --seq-len 4096 --sac selective
 ours "1b mbs 4 x 4096 full" $L1B --micro-batch-size 4 --seq-len 4096 --sac full
+ours "8b's 4 layers mbs 4 x 4096" --hidden 4096 --layers 4 --heads 32 --kv-heads 8 \
+    --intermediate 14336 --vocab 32768 --micro-batch-size 4 --seq-len 4096
+if [ -x build/gpu/test_kernels ]; then build/gpu/test_kernels --bench; fi
+if [ -x build/gpu/test_attention ]; then build/gpu/test_attention --bench; fi
 if [ "${1:-}" != ours ] && python3 -c 'import torch, transformers' 2> /dev/null; then
     python3 tests/gpu/torch_peer.py bench 73m --mbs 8 --seq 1024 2>&1 | tail -n 1
     python3 tests/gpu/torch_peer.py bench 1b 2>&1 | tail -n 1
+    if [ -x build/gpu/train_same ]; then # 1000 steps on the same data, from the same weights
+        mkdir -p build/same
+        echo "torch $(python3 tests/gpu/torch_peer.py same build/same 2>&1 | tail -n 1)"
+        echo "ours  $(build/gpu/train_same build/same/weights.safetensors build/same/batches.bin \
+            1000 16 256 | tail -n 1)"
+    fi
 fi
