@@ -39,7 +39,8 @@
      FT_CPU_ASYNC=1   every stream of a CPU rank becomes a thread of its own. Slower; it makes a
                       missing ft_stream_wait visible, as a GPU would. Default off: work runs at
                       once.
-     FT_ALLOCATOR=system|caching   what FT_ALLOC_DEFAULT means; see >>memory. Default: system.
+     FT_ALLOCATOR=system|caching   what FT_ALLOC_DEFAULT means; see >>memory. Default:
+                      system on the CPU, caching on a GPU.
      FT_DELAY_US=N    sleep up to N microseconds, at random, before every collective and every copy.
                       For tests of the same kind. Default 0.
 
@@ -1234,7 +1235,7 @@ static ft_status ft__allocator_resolve(ft_config *c)
 {
     const char *text = getenv("FT_ALLOCATOR");
     if (c->allocator != FT_ALLOC_DEFAULT) return FT_OK;
-    c->allocator = FT_ALLOC_SYSTEM;
+    c->allocator = c->device == FT_GPU ? FT_ALLOC_CACHING : FT_ALLOC_SYSTEM;
     if (!text || c->device == FT_META) return FT_OK;
     if (strcmp(text, "caching") == 0) c->allocator = FT_ALLOC_CACHING;
     else if (strcmp(text, "system") != 0)
