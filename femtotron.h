@@ -44,8 +44,8 @@
      FT_CPU_ASYNC=1   every stream of a CPU rank becomes a thread of its own. Slower; it makes a
                       missing ft_stream_wait visible, as a GPU would. Default off: work runs at
                       once.
-     FT_ALLOCATOR=system|caching   what FT_ALLOC_DEFAULT means; see >>memory. Default: system,
-                      on FT_GPU caching.
+     FT_ALLOCATOR=system|caching   what FT_ALLOC_DEFAULT means; see >>memory. Default:
+                      system on the CPU, caching on a GPU.
      FT_DELAY_US=N    sleep up to N microseconds, at random, before every collective and every copy.
                       For tests of the same kind. Default 0.
 

@@ -147,7 +147,8 @@ static const option options[] = {
      "unit of them in stages 2 and 3"},
     {"--allocator", TAKES_WORD, "default|system|caching|arena", AT(allocator), 0, 0, "default",
      "who serves memory: the system for each request, chunks that are kept, or one\n"
-     "arena in which the plan has placed everything; default: FT_ALLOCATOR, or system"},
+     "arena in which the plan has placed everything; default: FT_ALLOCATOR, or system\n"
+     "on the CPU, an arena on a GPU"},
     {"--memory-limit", TAKES_BYTES, "BYTES", AT(memory_limit), 0, 0, NULL,
      "of a rank (suffix KiB, MiB, GiB): a plan that needs more is refused before anything\n"
      "is allocated, with the changes that would make it fit and what each costs"},
@@ -908,6 +909,12 @@ static ft_status rank_main(ft_ctx *ctx, void *user) {
     return work->set->sample ? sample(&t) : FT_OK;
 }
 
+/* A GPU's memory is one arena unless another allocator is asked for. */
+static ft_allocator allocator_of(const settings *set) {
+    if (set->allocator == FT_ALLOC_DEFAULT && set->device == FT_GPU) return FT_ALLOC_ARENA;
+    return (ft_allocator)set->allocator;
+}
+
 static ft_status launch(job *work, ft_device device) {
     ft_config config = ft_config_default();
     config.world = rank_count(work->set);
@@ -923,7 +930,7 @@ static ft_status launch(job *work, ft_device device) {
     if (device == FT_META) {
         config.only_rank = work->only_rank;
     } else {
-        config.allocator = (ft_allocator)work->set->allocator;
+        config.allocator = allocator_of(work->set);
         config.memory_limit = (size_t)work->set->memory_limit;
     }
     if (device == FT_GPU && ft_env_rank() >= 0) return ft_launch_env(&config, rank_main, work);
@@ -1648,7 +1655,7 @@ static ft_status print_arena(const program *p) {
 static ft_status make_plan(program *p) {
     job plan;
     double begin;
-    if (p->set.allocator == FT_ALLOC_ARENA)
+    if (allocator_of(&p->set) == FT_ALLOC_ARENA)
         FT_TRY(ft_mem_plan_create(rank_count(&p->set), &p->mem_plan));
     plan = job_create(p);
     FT_TRY(choose_recompute(p, &plan));
