@@ -1123,7 +1123,6 @@ static ft_status choose_device(program *p) {
     if (set->gpus) gpus = (int)set->gpus;
     if (gpus > ranks || ft_env_rank() >= 0) gpus = ranks; /* a process has one */
     p->peak_flops = gpus * chip_peak(name, (ft_dtype)set->dtype);
-    if (set->allocator == FT_ALLOC_DEFAULT) set->allocator = FT_ALLOC_ARENA;
     if (!set->memory_limit) { /* what a rank may take, when all that share a GPU take as much */
         size_t free_bytes, total_bytes;
         FT_TRY(ft_gpu_memory(0, &free_bytes, &total_bytes));

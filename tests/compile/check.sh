@@ -8,8 +8,8 @@
 #   - FT_CBLAS, FT_CJSON, FT_XXHASH on and off; FT_API=static
 #   - the implementation exports ft_* and ftk_* and nothing else
 #   - the trainer and the user's program in C11 and in C++17, the other examples in C11
-#   - with the CUDA Toolkit: the implementation with FT_CUDA by every compiler, the device kernels for
-#     Ampere, Hopper and as PTX, and the trainer linked with them
+#   - with the CUDA Toolkit: the implementation with FT_CUDA as C, C++ and by nvcc, the device kernels
+#     for Ampere, Hopper and as PTX, and the trainer linked with them
 #   - no tabs, no blanks at the end of a line
 #
 # All with warnings as errors. Run from the root of the repository; it writes to build/compile.
@@ -286,23 +286,23 @@ gpu_implementation() {
             -c "$out/gpu.c" -o "$out/gpu.o" ;;
     esac
 }
-gpu_kernels() {
-    $nvcc -O3 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I. \
-        -gencode "arch=compute_$1,code=$2" -c femtotron_kernels.cu -o "$out/kernels_$2.o"
+gpu_kernels() { # for every target at once
+    $nvcc -O3 --threads 2 -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror -I. \
+        -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90a,code=sm_90a \
+        -gencode arch=compute_90,code=compute_90 -c femtotron_kernels.cu -o "$out/kernels.o"
 }
 gpu_linked() {
-    $nvcc -DFT_CUDA -I. examples/train_llama.c "$out/kernels_$1.o" -o "$out/train_llama_cuda" \
+    $nvcc -DFT_CUDA -I. examples/train_llama.c "$out/kernels.o" -o "$out/train_llama_cuda" \
         -lcublasLt && "$out/train_llama_cuda" --help
 }
 if [ -n "$nvcc" ]; then
     cuda=$(dirname "$(dirname "$(command -v $nvcc)")")/include
-    for compiler in $all_compilers; do
+    for compiler in gcc g++ nvcc-cu; do
+        [ $compiler != nvcc-cu ] && ! have $compiler && continue
         check "FT_CUDA, $compiler" gpu_implementation $compiler
     done
-    for target in "80 sm_80" "90a sm_90a" "90 compute_90"; do
-        check "femtotron_kernels.cu for ${target#* }" gpu_kernels $target
-    done
-    check "the trainer with FT_CUDA" gpu_linked sm_90a
+    check "femtotron_kernels.cu for sm_80, sm_90a and as PTX" gpu_kernels
+    check "the trainer with FT_CUDA" gpu_linked
 fi
 
 # ------------------------------------------------------------------------------------------ layout
