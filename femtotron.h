@@ -5356,8 +5356,8 @@ size_t ftk_rows_sum_bytes(int64_t n, int64_t o)
     return parts > 1 ? (size_t)(parts * o) * sizeof(float) : 0;
 }
 
-/* Two fp32 rows of C for each 32 tokens; a count and an end for each row, a total for each 1024 rows
-   and for all, a position for each token. */
+/* Two fp32 rows of C for each 32 tokens; a count and an end for each row, a total for each 1024
+   rows and for all, a position for each token. */
 size_t ftk_lookup_bytes(int64_t rows, int64_t n, int64_t C)
 {
     return (size_t)((n + 31) / 32 * 2 * C + 2 * rows + (rows + 1023) / 1024 + 1 + n) * 4;

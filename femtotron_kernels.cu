@@ -243,10 +243,10 @@ static __device__ __forceinline__ void get_or_zero(float (&v)[W], const T *base,
     else zero(v);
 }
 
-/* Sums over groups of `lanes` neighbouring threads: a power of two up to 32, or a multiple of 32, of
-   which a block has at most 15. All threads of a group (of a warp, where that is more) call it
-   equally often, each time with a `room` that was not used by the call before; every thread of a
-   group gets the same bits. Groups of several warps do not wait for each other: barrier 0 is the
+/* Sums over groups of `lanes` neighbouring threads: a power of two up to 32, or a multiple of 32,
+   and at most 15 such groups a block. All threads of a group (of a warp, where that is more) call
+   it equally often, each time with a `room` that was not used by the call before; every thread of
+   a group gets the same bits. Groups of several warps do not wait for each other: barrier 0 is the
    block's, 1 + g that of group g. */
 static __device__ __forceinline__ void group_wait(int lanes)
 {
@@ -1011,11 +1011,12 @@ FT_API ft_status ftk_mul_backward(const ft_op_call *call)
      long    more than 32 items a row. A group of `lanes` threads has a row, in registers as it lies
              in memory, FTK_NORM_DEEP items a thread: a warp up to 128 items, then a multiple of 32
              threads up to 512, so up to 16384 bf16 or 8192 fp32 of C.
-     short   a power of two up to 32 items a row, one a thread, FTK_NORM_DEEP rows a group at a time.
+     short   up to 32 items a row, one a thread; `lanes` is a power of two, and a group has
+             FTK_NORM_DEEP rows at a time.
      any     every other C and layer norm: a block a row, several passes over it.
    Forward moves 2 C elements a row (4 with the residual), backward 3 (4): the bound is their bytes
-   over the bandwidth, and reaching it takes about 32 KB of loads under way on each multiprocessor of
-   an H200. So a thread issues all loads of a row before it uses the first; forward has as many
+   over the bandwidth, and reaching it takes about 32 KB of loads under way on each multiprocessor
+   of an H200. So a thread issues all loads of a row before it uses the first; forward has as many
    blocks as rows ask for; backward, whose blocks stay because they keep dw in registers, loads the
    next row's items while it writes this row's. Weights come from the L1 cache.
    dw: parts [blocks, sets, C] fp32, at most 264 blocks, added by parts_kernel. */
@@ -1124,8 +1125,8 @@ static __global__ void __launch_bounds__(FTK_NORM_MOST, 2) norm_kernel(norm_args
     }
 }
 
-/* Short rows. Group g of block b takes rows (b * groups + g) * R .. + R, and so on; the weights stay
-   packed in registers, 16 bytes a set. */
+/* Short rows. Group g of block b takes rows (b * groups + g) * R .. + R, and so on; the weights
+   stay packed in registers, 16 bytes a set. */
 template <typename T, int SETS>
 static __global__ void __launch_bounds__(FTK_NORM_THREADS, 4) norm_short_kernel(norm_args a)
 {
@@ -1153,14 +1154,14 @@ static __global__ void __launch_bounds__(FTK_NORM_THREADS, 4) norm_short_kernel(
             second[q] = SETS > 1 && r.head >= a.split;
             place[q] = norm_first<SETS>(a, r) + c;
             raw[q] = here[q] ? take(x + place[q], a.vec) : none;
-            more[q] = here[q] && delta ? take(delta + place[q], a.vec) : none;
+            if (SETS == 1) more[q] = here[q] && delta ? take(delta + place[q], a.vec) : none;
             r = norm_row_next(r, 1, 0, 1, a.per);
         }
 #pragma unroll
         for (int q = 0; q < R; q++) {
             float v[W], w[W], s = 0;
             open(v, raw[q]);
-            if (delta) {
+            if (SETS == 1 && delta) {
                 open(w, more[q]);
                 for (int j = 0; j < W; j++) v[j] = rounded(v[j] + w[j], x);
                 if (here[q]) put((T *)a.sum + place[q], v, a.vec);
@@ -1709,8 +1710,8 @@ FT_API ft_status ftk_layer_norm_backward(const ft_op_call *call)
    pairs (i, i + D/2); backward with sign -1. table fp32 [T, D/2, 2] of (cos, sin). Threads x take W
    neighbouring pairs, threads y heads; the angles stay in registers. Value heads are copied in the
    same way unless they are in place. Moves 2 B T (H+K) D elements: the bound is their bytes.
-   rope_kernel takes any D, a token a block, a head at a time. rope_wide_kernel is for halves of 1 to
-   32 items of 16 bytes: threads z over tokens, and FTK_TURNED heads of a thread under way at a
+   rope_kernel takes any D, a token a block, a head at a time. rope_wide_kernel is for halves of up
+   to 32 items of 16 bytes: threads z over tokens, and FTK_TURNED heads of a thread under way at a
    time, which divides what the angles cost by as many. */
 
 enum { FTK_TURNED = 4 };
@@ -1760,12 +1761,13 @@ template <typename T> static __global__ void __launch_bounds__(256, 3) rope_wide
 {
     constexpr int W = FTK_WIDTH(T), R = FTK_TURNED;
     const T *from = (const T *)a.from;
-    const int64_t half = a.D / 2, i = threadIdx.x * W;
+    const int half = (int)a.D / 2, i = (int)threadIdx.x * W, heads = (int)a.heads;
     const uint4 none = make_uint4(0, 0, 0, 0);
     if (i >= half) return;
     for (int64_t row = (int64_t)blockIdx.x * blockDim.z + threadIdx.z; row < a.rows;
          row += (int64_t)gridDim.x * blockDim.z) {
         const int64_t t = a.rows >> 32 ? row % a.T : (unsigned)row % (unsigned)a.T;
+        const int64_t first = row * a.width;
         const float *angles = a.table + t * a.D + 2 * i;
         float cosine[W], sine[W];
 #pragma unroll
@@ -1777,23 +1779,24 @@ template <typename T> static __global__ void __launch_bounds__(256, 3) rope_wide
             cosine[j + 1] = both[2];
             sine[j + 1] = a.sign * both[3];
         }
-        for (int64_t h = threadIdx.y; h < a.heads; h += R * blockDim.y) {
+        for (int h = (int)threadIdx.y; h < heads; h += R * (int)blockDim.y) {
             uint4 left[R], right[R];
 #pragma unroll
             for (int q = 0; q < R; q++) {
-                const int64_t head = h + q * blockDim.y, at = row * a.width + head * a.D + i;
-                const bool here = head < a.heads && from;
-                left[q] = here ? take(from + at, a.vec) : none;
-                right[q] = here ? take(from + at + half, a.vec) : none;
+                const int head = h + q * (int)blockDim.y, at = head * 2 * half + i;
+                const bool here = head < heads && from;
+                left[q] = here ? take(from + first + at, a.vec) : none;
+                right[q] = here ? take(from + first + at + half, a.vec) : none;
             }
 #pragma unroll
             for (int q = 0; q < R; q++) {
-                const int64_t head = h + q * blockDim.y, at = row * a.width + head * a.D + i;
-                if (head >= a.heads) break;
+                const int head = h + q * (int)blockDim.y;
+                const int64_t at = first + head * 2 * half + i;
+                if (head >= heads) break;
                 float x[W], y[W];
                 open(x, left[q]);
                 open(y, right[q]);
-                if (head < a.turned)
+                if (head < (int)a.turned)
                     for (int j = 0; j < W; j++) {
                         const float turned = x[j] * cosine[j] - y[j] * sine[j];
                         y[j] = x[j] * sine[j] + y[j] * cosine[j];
@@ -2043,10 +2046,11 @@ FT_API ft_status ftk_mean_backward(const ft_op_call *call)
    Forward: y[N,C] = table[token - first], zero where the row is another rank's or the token cannot
    be. A plane of tokens x items; 2 N C elements.
 
-   Backward: dtable[v] = or += the sum of the rows of dy whose token is v, in fp32, rounded once. The
-   positions are sorted by token, those of a token in order, and the sorted list is cut into pieces
-   of FTK_PIECE, whatever tokens these hold: one frequent token is as quick as many.
-     1. count[v], and total[] of FTK_CHUNK rows each, by integer atomics, a warp's equal tokens once;
+   Backward: dtable[v] = or += the sum of the rows of dy whose token is v, in fp32, rounded once.
+   The positions are sorted by token, those of a token in order, and the sorted list is cut into
+   pieces of FTK_PIECE, whatever tokens these hold: one frequent token is as quick as many.
+     1. count[v], and total[] of FTK_CHUNK rows each, by integer atomics, one for equal tokens of a
+        warp;
      2. end[v] = where the list of v begins, by sums over total and count;
      3. a row that occurs at most FTK_PIECE times: its positions are put into its list in whatever
         order the threads come, which moves end[v] to the list's end, and a warp sorts them; a row
@@ -2061,7 +2065,7 @@ FT_API ft_status ftk_mean_backward(const ft_op_call *call)
    ftk_lookup_bytes. Moves the rows of dy once and dtable once (twice where it adds; rows without a
    token are then left alone), and of partial sums at most 4 C elements for each piece. */
 
-enum { FTK_CHUNK = 1024, FTK_PIECE = 32 /* of a list; also the lanes of a warp, which sorts one */ };
+enum { FTK_CHUNK = 1024, FTK_PIECE = 32 /* also the lanes of a warp, which sorts as many */ };
 
 typedef struct lookup_args {
     const int32_t *tokens;
@@ -2281,9 +2285,9 @@ static __global__ void __launch_bounds__(256) lookup_sum_kernel(lookup_args a)
     }
 }
 
-/* Block (p, y) of 32 x 16 threads: the list that begins in piece p and ends in a later one, if there
-   is one; 32 W columns at a time. Its first partial sum is the second of piece p, the others are the
-   first ones of the pieces behind it. */
+/* Block (p, y) of 32 x 16 threads: the list that begins in piece p and ends in a later one, if
+   there is one; 32 W columns at a time. Its first partial sum is the second of piece p, the others
+   are the first ones of the pieces behind it. */
 template <int W> static __global__ void __launch_bounds__(512) lookup_join_kernel(lookup_args a)
 {
     __shared__ float room[16][32 * W];
@@ -2442,10 +2446,12 @@ FT_API ft_status ftk_tp_lookup_grad(const ft_op_call *call)
 
    Rows z[c,V] of logits: loss = log sum exp(z) - z[label], dz = factor (softmax(z) - onehot). A
    block a row. One pass makes the maximum and the sum together: a thread that meets a new maximum
-   scales its sum (Milakov and Gimelshein 2018); a second pass, with grads, writes dz over z. Reads
-   V elements twice, the second time out of the L2 cache, and writes them once: 3 V elements, of
-   which 2 V go to memory. Rows begin anywhere where V is odd, so what stands before the first and
-   behind the last 16-byte boundary is taken singly. exp(x) is ex2(x log2 e): 2 ulp. */
+   scales its sum (Milakov and Gimelshein 2018); a second pass, with grads, writes dz over z. Moves
+   2 V elements, and takes two exponentials of each, 9 us of an H200's multiprocessor at V = 128256
+   beside the 16 us that its share of the bandwidth takes: they hide only if the next row is on its
+   way meanwhile. See ce_tokens_kernel; the other kernels read the row again from the L2 cache. Rows
+   begin anywhere where V is odd, so what stands before the first and behind the last 16-byte
+   boundary is taken singly. exp(x) is ex2(x log2 e): 2 ulp. */
 
 #define FTK_LOG2E 1.4426950408889634f
 #define FTK_LEAST (-1.0e38f) /* below all logits; its product with log2 e is still finite */
@@ -2477,9 +2483,10 @@ static __device__ __forceinline__ void online(float &top, float &sum, const floa
 {
     float m = v[0];
     for (int j = 1; j < W; j++) m = fmaxf(m, v[j]);
-    m = fmaxf(m, top);
-    sum *= exp_2((top - m) * FTK_LOG2E);
-    top = m;
+    if (m > top) {
+        sum *= exp_2((top - m) * FTK_LOG2E);
+        top = m;
+    }
     const float shift = -top * FTK_LOG2E;
     for (int j = 0; j < W; j++) sum += exp_2(fmaf(v[j], FTK_LOG2E, shift));
 }
@@ -2543,8 +2550,9 @@ static __device__ void row_gradient(T *z, int64_t n, float most, float by, int64
             if (i + d * step >= cut.items) break;
             const int64_t label = at - cut.head - (i + d * step) * W;
             open(v, raw[d]);
-            for (int j = 0; j < W; j++)
-                v[j] = exp_2(fmaf(v[j], FTK_LOG2E, shift)) * by - (j == label ? factor : 0.0f);
+            for (int j = 0; j < W; j++) v[j] = exp_2(fmaf(v[j], FTK_LOG2E, shift)) * by;
+            if (label >= 0 && label < W)
+                for (int j = 0; j < W; j++) v[j] -= j == label ? factor : 0.0f;
             put(body + (i + d * step) * W, v, 1);
         }
     }
@@ -2611,43 +2619,220 @@ FT_API ft_status ftk_ce_begin(void *stream, ftk_ce_state *state, const int32_t *
     return launched("ce_begin");
 }
 
+/* 16 bytes of the row, asynchronously, into this thread's own place in shared memory: who waits for
+   its own copies needs no barrier. Copies are waited for in batches, in the order of issue. */
+static __device__ __forceinline__ void ce_fetch(uint4 *to, const void *from)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(to)),
+                 "l"(from)
+                 : "memory");
+}
+static __device__ __forceinline__ void ce_batch(void)
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int N> static __device__ __forceinline__ void ce_arrived(void) /* all but N batches */
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+/* A row as ce_tokens_kernel sees it. Item k of this thread is the row's item threadIdx.x + k *
+   blockDim.x: the first `slots` lie in shared memory, the next FTK_KEPT in registers. */
+enum { FTK_KEPT = 2 };
+
+template <typename T> struct ce_row {
+    T *z, *body;
+    row_cut cut;
+    int64_t row, rest; /* elements behind the last whole item */
+    int32_t label;
+    bool counts; /* false: ignored, or a fault that ce_begin has noted; and of no row */
+};
+
+template <typename T>
+static __device__ __forceinline__ ce_row<T> ce_row_at(void *z, const int32_t *labels, int64_t row,
+                                                      int64_t c, int64_t V)
+{
+    ce_row<T> r;
+    r.row = row;
+    r.z = (T *)z + row * V;
+    r.cut = cut_row(r.z, V);
+    r.body = r.z + r.cut.head;
+    r.rest = V - r.cut.head - r.cut.items * FTK_WIDTH(T);
+    r.label = row < c ? labels[row] : FTK_IGNORE;
+    r.counts = r.label >= 0 && r.label < V;
+    return r;
+}
+
+/* One item's gradient, and its store. `at`: the label's element, counted from the item's first. */
+template <typename T, int W>
+static __device__ __forceinline__ void ce_write(T *to, uint4 raw, float shift, float by, int64_t at,
+                                                float factor)
+{
+    float v[W];
+    open(v, raw);
+    for (int j = 0; j < W; j++) v[j] = exp_2(fmaf(v[j], FTK_LOG2E, shift)) * by;
+    if (at >= 0 && at < W)
+        for (int j = 0; j < W; j++) v[j] -= j == at ? factor : 0.0f;
+    put(to, v, 1);
+}
+
+/* Block b takes rows b, b + gridDim, ... A row is read once if it has at most slots + FTK_KEPT
+   items a thread; the items behind those are read twice. With grads, as soon as an item's gradient
+   has been made, its place takes the same item of the next row, so that reading, exponentials and
+   writing go on together. The order of the sums is that of the items wherever they lie. */
 template <typename T>
 static __global__ void __launch_bounds__(1024) ce_tokens_kernel(void *z_, const int32_t *labels,
                                                                 int64_t c, int64_t V,
                                                                 const ftk_ce_state *state,
-                                                                float *losses, int grads)
+                                                                float *losses, int grads, int slots)
 {
+    constexpr int W = FTK_WIDTH(T);
     __shared__ float2 room[32];
     __shared__ float tops[32];
+    extern __shared__ __align__(16) uint4 held[]; /* [slots][threads] */
+    const int me = (int)threadIdx.x, step = (int)blockDim.x, half = slots / 2;
+    const float factor = state->factor;
+    uint4 kept[FTK_KEPT];
+    bool fetched = false; /* this row's items are under way */
     for (int64_t row = blockIdx.x; row < c; row += gridDim.x) {
-        T *z = (T *)z_ + row * V;
-        const int32_t label = labels[row];
-        if (label < 0 || label >= V) { /* ignored, or a fault that ce_begin has noted */
-            if (threadIdx.x == 0) losses[row] = 0;
-            if (grads) row_clear(z, V);
-            continue;
+        const ce_row<T> r = ce_row_at<T>(z_, labels, row, c, V);
+        const int items = (int)r.cut.items;
+        float top = FTK_LEAST, sum = 0, one[1], v[W];
+        if (!r.counts) {
+            if (me == 0) losses[row] = 0;
+            if (grads) row_clear(r.z, V);
+        } else {
+            if (!fetched) {
+                for (int k = 0; k < slots; k++) {
+                    const int i = me + k * step;
+                    if (i < items) ce_fetch(&held[i], r.body + (int64_t)i * W);
+                    if (k == half - 1) ce_batch();
+                }
+                ce_batch();
+#pragma unroll
+                for (int k = 0; k < FTK_KEPT; k++) {
+                    const int i = me + (slots + k) * step;
+                    if (i < items) kept[k] = take(r.body + (int64_t)i * W, 1);
+                }
+            }
+            float at_label[1];
+            get(at_label, r.z + r.label, 1); /* z changes behind the barriers of the sums below */
+            if (me < r.cut.head) {
+                get(one, r.z + me, 1);
+                online(top, sum, one);
+            }
+            ce_arrived<1>();
+#pragma unroll 2
+            for (int k = 0; k < slots; k++) {
+                const int i = me + k * step;
+                if (k == half) ce_arrived<0>();
+                if (i >= items) break;
+                open(v, held[i]);
+                online(top, sum, v);
+            }
+            ce_arrived<0>();
+#pragma unroll
+            for (int k = 0; k < FTK_KEPT; k++) {
+                if (me + (slots + k) * step >= items) break;
+                open(v, kept[k]);
+                online(top, sum, v);
+            }
+            for (int i = me + (slots + FTK_KEPT) * step; i < items; i += step) {
+                open(v, take(r.body + (int64_t)i * W, 1));
+                online(top, sum, v);
+            }
+            if (me < r.rest) {
+                get(one, r.body + (int64_t)items * W + me, 1);
+                online(top, sum, one);
+            }
+            const float most = block_max(top, tops);
+            sum *= exp_2((top - most) * FTK_LOG2E);
+            sum = block_sum(make_float2(sum, 0), room).x;
+            if (me == 0)
+                losses[row] = (float)(log((double)sum) + ((double)most - (double)at_label[0]));
+            top = most;
         }
-        float at_label[1];
-        get(at_label, z + label, 1); /* the sums below wait for all threads before z changes */
-        const float2 s = row_softmax(z, V, room, tops);
-        if (threadIdx.x == 0)
-            losses[row] = (float)(log((double)s.y) + ((double)s.x - (double)at_label[0]));
-        if (!grads) continue;
-        const float factor = state->factor;
-        row_gradient(z, V, s.x, factor / s.y, label, factor);
+        const ce_row<T> next = ce_row_at<T>(z_, labels, row + gridDim.x, c, V);
+        const int after = next.counts ? (int)next.cut.items : 0;
+        fetched = grads && r.counts && next.counts;
+        if (!grads || !r.counts) continue;
+        const float by = factor / sum, shift = -top * FTK_LOG2E;
+        const int64_t label = r.label - r.cut.head;
+        if (me < r.cut.head) {
+            get(one, r.z + me, 1);
+            one[0] = exp_2(fmaf(one[0], FTK_LOG2E, shift)) * by - (me == r.label ? factor : 0.0f);
+            put(r.z + me, one, 1);
+        }
+#pragma unroll 2
+        for (int k = 0; k < slots; k++) {
+            const int i = me + k * step;
+            const uint4 raw = i < items ? held[i] : make_uint4(0, 0, 0, 0);
+            if (i < after) ce_fetch(&held[i], next.body + (int64_t)i * W);
+            if (k == half - 1) ce_batch();
+            if (i < items)
+                ce_write<T, W>(r.body + (int64_t)i * W, raw, shift, by, label - (int64_t)i * W,
+                               factor);
+        }
+        ce_batch();
+#pragma unroll
+        for (int k = 0; k < FTK_KEPT; k++) {
+            const int i = me + (slots + k) * step;
+            const uint4 raw = kept[k];
+            if (i < after) kept[k] = take(next.body + (int64_t)i * W, 1);
+            if (i < items)
+                ce_write<T, W>(r.body + (int64_t)i * W, raw, shift, by, label - (int64_t)i * W,
+                               factor);
+        }
+        for (int i = me + (slots + FTK_KEPT) * step; i < items; i += step)
+            ce_write<T, W>(r.body + (int64_t)i * W, take(r.body + (int64_t)i * W, 1), shift, by,
+                           label - (int64_t)i * W, factor);
+        if (me < r.rest) {
+            const int64_t i = r.cut.head + (int64_t)items * W + me;
+            get(one, r.z + i, 1);
+            one[0] = exp_2(fmaf(one[0], FTK_LOG2E, shift)) * by - (i == r.label ? factor : 0.0f);
+            put(r.z + i, one, 1);
+        }
     }
+}
+
+/* Blocks for one wave, and places in shared memory for as much of a row as leaves room for
+   `resident` blocks on a multiprocessor. What the chip has changes the speed, not the bits. */
+template <typename T>
+static ft_status ce_tokens(cudaStream_t stream, void *z, const int32_t *labels, int64_t c,
+                           int64_t V, const ftk_ce_state *state, float *losses, int grads)
+{
+    const int threads = (int)loss_threads(V), resident = 1024 / threads;
+    const int slot_bytes = threads * 16, wanted = (int)over(V / FTK_WIDTH(T), threads);
+    int device = 0, most = 0, processors = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    /* the kernel's own arrays, 384 bytes, and 1 KB that each block takes for itself */
+    const int slots = (int)least((most / resident - 1536) / slot_bytes, wanted);
+    const int shared = slots * slot_bytes;
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(ce_tokens_kernel<T>,
+                                     cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+        return ft_error(FT_ERR_UNSUPPORTED, "ce_tokens: %s", cudaGetErrorString(error));
+    }
+    const unsigned blocks = (unsigned)least(c, (int64_t)processors * resident);
+    ce_tokens_kernel<T><<<blocks, (unsigned)threads, (size_t)shared, stream>>>(
+        z, labels, c, V, state, losses, grads, slots);
+    return launched("ce_tokens");
 }
 
 FT_API ft_status ftk_ce_tokens(void *stream, void *z, ft_dtype dtype, const int32_t *labels,
                                int64_t c, int64_t V, const ftk_ce_state *state, float *losses,
                                int grads)
 {
-    unsigned blocks = (unsigned)least(c, 1 << 30), threads = loss_threads(V);
     cudaStream_t s = (cudaStream_t)stream;
-    if (dtype == FT_BF16)
-        ce_tokens_kernel<bf16><<<blocks, threads, 0, s>>>(z, labels, c, V, state, losses, grads);
-    else ce_tokens_kernel<float><<<blocks, threads, 0, s>>>(z, labels, c, V, state, losses, grads);
-    return launched("ce_tokens");
+    if (dtype == FT_BF16) return ce_tokens<bf16>(s, z, labels, c, V, state, losses, grads);
+    return ce_tokens<float>(s, z, labels, c, V, state, losses, grads);
 }
 
 static __global__ void __launch_bounds__(1024) ce_end_kernel(const float *losses, int64_t n,
