@@ -875,6 +875,8 @@ FT_API void ft_flops_get(const ft_ctx *ctx, ft_flops *flops);
 
 FT_API size_t ftk_rows_sum_bytes(int64_t n, int64_t o);
 /* Workspace of a sum of n rows of o elements (ftk_rows_sum); in every build, for plans. */
+FT_API size_t ftk_lookup_bytes(int64_t rows, int64_t n, int64_t C);
+/* Workspace of the gradient of a table of rows x C from n tokens; in every build too. */
 
 enum { FTK_FAULT_EMBEDDING = 0, FTK_FAULT_CE, FTK_FAULT_TP_EMBEDDING, FTK_FAULT_TP_CE, FTK_FAULTS };
 
@@ -5446,7 +5448,7 @@ static size_t ft__bytes_of(const ft_view *v)
    They take the number of their parts from the workspace that they are given, so these formulas are
    the only ones. Shapes alone decide: never the chip. */
 
-enum { FT__GPU_NORM_PARTS = 528, FT__GPU_SUM_PARTS = 1056 };
+enum { FT__GPU_NORM_PARTS = 264, FT__GPU_SUM_PARTS = 1056 };
 
 /* A norm's gradients of its weights: one fp32 row of C for each block and each of `sets` weights;
    at least four rows a block. */
@@ -5461,6 +5463,13 @@ size_t ftk_rows_sum_bytes(int64_t n, int64_t o)
     int64_t width = o % 8 ? 32 : 256, parts = FT__GPU_SUM_PARTS / ((o + width - 1) / width);
     parts = ft__min(ft__min(parts, 256), (n + 63) / 64);
     return parts > 1 ? (size_t)(parts * o) * sizeof(float) : 0;
+}
+
+/* Two fp32 rows of C for each 32 tokens; a count and an end for each row, a total for each 1024
+   rows and for all, a position for each token. */
+size_t ftk_lookup_bytes(int64_t rows, int64_t n, int64_t C)
+{
+    return (size_t)((n + 31) / 32 * 2 * C + 2 * rows + (rows + 1023) / 1024 + 1 + n) * 4;
 }
 
 /* The sum of n elements: one double for each block, at least 4096 elements a block. */
@@ -5713,8 +5722,8 @@ static void ft__embedding_scratch(ft_op_call *call)
     int64_t V = call->in[1].shape[0], n = ft__view_elems(&call->in[0]);
     if (!call->backward) return;
     call->workspace_bytes = (size_t)(V + n) * 4;
-    if (call->device == FT_GPU) /* counts and ends [V], a counter, positions [N] */
-        call->workspace_bytes = (size_t)(2 * V + 1 + n) * 4;
+    if (call->device == FT_GPU)
+        call->workspace_bytes = ftk_lookup_bytes(V, n, call->in[1].shape[1]);
 }
 
 static ft_status ft__embedding_backward(const ft_op_call *call)

@@ -81,6 +81,8 @@ static __device__ __forceinline__ void open(float (&v)[4], uint4 r)
     v[3] = __uint_as_float(r.w);
 }
 
+static __device__ __forceinline__ void open(float (&v)[1], uint4 r) { v[0] = __uint_as_float(r.x); }
+
 static __device__ __forceinline__ void open2(float &low, float &high, unsigned pair)
 {
     low = __uint_as_float(pair << 16);
@@ -99,6 +101,19 @@ static __device__ __forceinline__ unsigned pair_of(float low, float high)
 {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return (unsigned)__bfloat16_as_ushort(pair.x) | (unsigned)__bfloat16_as_ushort(pair.y) << 16;
+}
+
+/* Back to 16 bytes, rounded. */
+static __device__ __forceinline__ uint4 closed(const float (&v)[4])
+{
+    return make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                      __float_as_uint(v[3]));
+}
+
+static __device__ __forceinline__ uint4 closed(const float (&v)[8])
+{
+    return make_uint4(pair_of(v[0], v[1]), pair_of(v[2], v[3]), pair_of(v[4], v[5]),
+                      pair_of(v[6], v[7]));
 }
 
 static __device__ __forceinline__ float rounded(float x, const float *) { return x; }
@@ -140,6 +155,16 @@ static __device__ __forceinline__ void get(float (&v)[4], const bf16 *p, int vec
 static __device__ __forceinline__ void get(float (&v)[8], const bf16 *p, int vec)
 {
     open(v, take(p, vec));
+}
+
+/* W elements as 16 bytes; one element as fp32. */
+template <int W, typename T>
+static __device__ __forceinline__ uint4 item_take(const T *p, int vec)
+{
+    float one[1];
+    if (W > 1) return take(p, vec);
+    get(one, p, 1);
+    return make_uint4(__float_as_uint(one[0]), 0, 0, 0);
 }
 
 static __device__ __forceinline__ void put(float *p, const float (&v)[1], int) { *p = v[0]; }
@@ -218,16 +243,23 @@ static __device__ __forceinline__ void get_or_zero(float (&v)[W], const T *base,
     else zero(v);
 }
 
-/* Sums over groups of `lanes` neighbouring threads: a power of two up to 32, or a multiple of 32.
-   All threads of the block call it equally often, each with a `room` that was not used by the call
-   before; every thread of a group gets the same bits. */
+/* Sums over groups of `lanes` neighbouring threads: a power of two up to 32, or a multiple of 32,
+   and at most 15 such groups a block. All threads of a group (of a warp, where that is more) call
+   it equally often, each time with a `room` that was not used by the call before; every thread of
+   a group gets the same bits. Groups of several warps do not wait for each other: barrier 0 is the
+   block's, 1 + g that of group g. */
+static __device__ __forceinline__ void group_wait(int lanes)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + (int)threadIdx.x / lanes), "r"(lanes) : "memory");
+}
+
 static __device__ __forceinline__ float group_sum(float s, int lanes, float *room)
 {
     for (int o = (lanes < 32 ? lanes : 32) / 2; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
     if (lanes <= 32) return s;
     const int warps = lanes / 32, first = (int)threadIdx.x / lanes * warps;
     if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = s;
-    __syncthreads();
+    group_wait(lanes);
     s = 0;
     for (int i = 0; i < warps; i++) s += room[first + i];
     return s;
@@ -242,7 +274,7 @@ static __device__ __forceinline__ float2 group_sum(float2 s, int lanes, float2 *
     if (lanes <= 32) return s;
     const int warps = lanes / 32, first = (int)threadIdx.x / lanes * warps;
     if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = s;
-    __syncthreads();
+    group_wait(lanes);
     s = make_float2(0, 0);
     for (int i = 0; i < warps; i++) {
         s.x += room[first + i].x;
@@ -854,6 +886,7 @@ static __global__ void parts_kernel(const float *parts, int64_t n, int64_t strid
     int64_t c = (int64_t)blockIdx.x * 32 + threadIdx.x;
     float s = 0;
     if (c < cols)
+#pragma unroll 8
         for (int64_t p = threadIdx.y; p < n; p += 32) s += parts[p * stride + c];
     room[threadIdx.y][threadIdx.x] = s;
     __syncthreads();
@@ -975,15 +1008,21 @@ FT_API ft_status ftk_mul_backward(const ft_op_call *call)
 
    Row i of C elements is head i % per of token i / per; it begins at token * width + head * C.
 
-   Two kernels for each direction. The first holds a row in registers, W elements a thread: `lanes`
-   threads a row (a power of two up to 32, beyond a multiple of 32, at most 1024), so up to 8192
-   bf16 or 4096 fp32 of C. A block of about 256 threads strides over rows, loads the next row before
-   it reduces this one, and keeps the weights, and its part of dw, in registers. Forward moves 2 C
-   elements a row (4 with the residual), backward 3 (4): the bound is their bytes over the
-   bandwidth. dw: parts [blocks, sets, C] fp32, at most 528 blocks, added by parts_kernel.
-   The second kernel takes every other C: a block of 256 threads a row, several passes over it. */
+   Three kernels for each direction; W elements are an item, 16 bytes:
+     long    more than 32 items a row. A group of `lanes` threads has a row, in registers as it lies
+             in memory, FTK_NORM_DEEP items a thread: a warp up to 128 items, then a multiple of 32
+             threads up to 512, so up to 16384 bf16 or 8192 fp32 of C.
+     short   up to 32 items a row, one a thread; `lanes` is a power of two, and a group has
+             FTK_NORM_DEEP rows at a time.
+     any     every other C and layer norm: a block a row, several passes over it.
+   Forward moves 2 C elements a row (4 with the residual), backward 3 (4): the bound is their bytes
+   over the bandwidth, and reaching it takes about 32 KB of loads under way on each multiprocessor
+   of an H200. So a thread issues all loads of a row before it uses the first; forward has as many
+   blocks as rows ask for; backward, whose blocks stay because they keep dw in registers, loads the
+   next row's items while it writes this row's. Weights come from the L1 cache.
+   dw: parts [blocks, sets, C] fp32, at most 264 blocks, added by parts_kernel. */
 
-enum { FTK_NORM_THREADS = 256 };
+enum { FTK_NORM_THREADS = 256, FTK_NORM_MOST = 512 /* of a block */, FTK_NORM_DEEP = 4 };
 
 typedef struct norm_args {
     const void *x, *delta, *dy, *pass; /* T; absent ones NULL */
@@ -1028,16 +1067,74 @@ static __device__ __forceinline__ int64_t norm_first(const norm_args &a, const n
     return SETS > 1 ? r.token * a.width + r.head * a.C : r.row * a.C;
 }
 
-/* The weights stay packed in registers, 16 bytes a set, and are opened where they are used. */
-template <typename T, int SETS, int MOST>
-static __global__ void __launch_bounds__(MOST, MOST > 256 ? 1 : SETS > 1 ? 4 : 5)
-norm_kernel(norm_args a)
+/* Long rows. Group g of block b takes row b * groups + g, and every gridDim * groups-th after it;
+   item k of a thread begins at element (lane + k * lanes) * W. */
+template <typename T>
+static __global__ void __launch_bounds__(FTK_NORM_MOST, 2) norm_kernel(norm_args a)
 {
-    constexpr int W = FTK_WIDTH(T);
-    __shared__ float room[2][32];
+    constexpr int W = FTK_WIDTH(T), K = FTK_NORM_DEEP;
+    __shared__ float room[2][FTK_NORM_MOST / 32];
+    const int lane = (int)threadIdx.x % a.lanes, group = (int)threadIdx.x / a.lanes;
+    const int groups = (int)blockDim.x / a.lanes, span = a.lanes * W, C = (int)a.C;
+    const int64_t step = (int64_t)gridDim.x * groups;
+    const float each = 1.0f / (float)a.C;
+    const uint4 none = make_uint4(0, 0, 0, 0);
+    int turn = 0;
+    for (int64_t row = (int64_t)blockIdx.x * groups + group; row < a.rows; row += step, turn ^= 1) {
+        const int64_t first = row * a.C;
+        const T *x = (const T *)a.x + first;
+        uint4 raw[K];
+        float v[W], w[W], s = 0;
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            const int c = lane * W + k * span;
+            raw[k] = c < C ? take(x + c, a.vec) : none;
+        }
+        if (a.delta) {
+            uint4 more[K];
+#pragma unroll
+            for (int k = 0; k < K; k++) {
+                const int c = lane * W + k * span;
+                more[k] = c < C ? take((const T *)a.delta + first + c, a.vec) : none;
+            }
+#pragma unroll
+            for (int k = 0; k < K; k++) {
+                const int c = lane * W + k * span;
+                open(v, raw[k]);
+                open(w, more[k]);
+                for (int j = 0; j < W; j++) v[j] = rounded(v[j] + w[j], x);
+                raw[k] = closed(v);
+                if (c < C) put((T *)a.sum + first + c, v, a.vec);
+            }
+        }
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            open(v, raw[k]);
+            for (int j = 0; j < W; j++) s += v[j] * v[j];
+        }
+        s = group_sum(s, a.lanes, room[turn]);
+        const float r = rsqrtf(s * each + a.eps);
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            const int c = lane * W + k * span;
+            if (c >= C) break;
+            open(v, raw[k]);
+            get(w, (const T *)a.w[0] + c, a.vec);
+            for (int j = 0; j < W; j++) v[j] = v[j] * r * w[j];
+            put((T *)a.y + first + c, v, a.vec);
+        }
+    }
+}
+
+/* Short rows. Group g of block b takes rows (b * groups + g) * R .. + R, and so on; the weights
+   stay packed in registers, 16 bytes a set. */
+template <typename T, int SETS>
+static __global__ void __launch_bounds__(FTK_NORM_THREADS, 4) norm_short_kernel(norm_args a)
+{
+    constexpr int W = FTK_WIDTH(T), R = FTK_NORM_DEEP;
     const int lane = (int)threadIdx.x % a.lanes, group = (int)threadIdx.x / a.lanes;
     const int groups = (int)blockDim.x / a.lanes, c = lane * W;
-    const int64_t step = (int64_t)gridDim.x * groups;
+    const int64_t step = (int64_t)gridDim.x * groups * R;
     const int64_t tokens = step / a.per, heads = step % a.per;
     const bool mine = c < a.C;
     const float each = 1.0f / (float)a.C;
@@ -1046,51 +1143,144 @@ norm_kernel(norm_args a)
     uint4 weights[SETS];
     for (int s = 0; s < SETS; s++)
         weights[s] = mine ? take((const T *)a.w[s] + c, a.vec) : none;
-    norm_row next = norm_row_at(a, (int64_t)blockIdx.x * groups + group);
-    uint4 ahead = none, ahead_delta = none;
-    if (mine && next.row < a.rows) {
-        const int64_t n = norm_first<SETS>(a, next) + c;
-        ahead = take(x + n, a.vec);
-        if (delta) ahead_delta = take(delta + n, a.vec);
-    }
-    int turn = 0;
-    for (int64_t first = (int64_t)blockIdx.x * groups; first < a.rows; first += step, turn ^= 1) {
-        const norm_row at = next;
-        const bool here = mine && at.row < a.rows;
-        const int64_t i = norm_first<SETS>(a, at) + c;
-        float v[W], w[W];
-        open(v, here ? ahead : none);
-        if (delta) {
-            open(w, here ? ahead_delta : none);
-            for (int j = 0; j < W; j++) v[j] = rounded(v[j] + w[j], x);
+    norm_row at = norm_row_at(a, ((int64_t)blockIdx.x * groups + group) * R);
+    for (int64_t first = (int64_t)blockIdx.x * groups * R; first < a.rows; first += step) {
+        norm_row r = at;
+        int64_t place[R];
+        bool here[R], second[R];
+        uint4 raw[R], more[R];
+#pragma unroll
+        for (int q = 0; q < R; q++) {
+            here[q] = mine && r.row < a.rows;
+            second[q] = SETS > 1 && r.head >= a.split;
+            place[q] = norm_first<SETS>(a, r) + c;
+            raw[q] = here[q] ? take(x + place[q], a.vec) : none;
+            if (SETS == 1) more[q] = here[q] && delta ? take(delta + place[q], a.vec) : none;
+            r = norm_row_next(r, 1, 0, 1, a.per);
         }
-        next = norm_row_next(at, step, tokens, heads, a.per);
-        if (mine && next.row < a.rows) {
-            const int64_t n = norm_first<SETS>(a, next) + c;
-            ahead = take(x + n, a.vec);
-            if (delta) ahead_delta = take(delta + n, a.vec);
+#pragma unroll
+        for (int q = 0; q < R; q++) {
+            float v[W], w[W], s = 0;
+            open(v, raw[q]);
+            if (SETS == 1 && delta) {
+                open(w, more[q]);
+                for (int j = 0; j < W; j++) v[j] = rounded(v[j] + w[j], x);
+                if (here[q]) put((T *)a.sum + place[q], v, a.vec);
+            }
+            for (int j = 0; j < W; j++) s += v[j] * v[j];
+            s = group_sum(s, a.lanes, NULL);
+            const float by = rsqrtf(s * each + a.eps);
+            open(w, second[q] ? weights[SETS - 1] : weights[0]);
+            for (int j = 0; j < W; j++) v[j] = v[j] * by * w[j];
+            if (here[q]) put((T *)a.y + place[q], v, a.vec);
         }
-        if (delta && here) put((T *)a.sum + i, v, a.vec);
-        float s = 0;
-        for (int j = 0; j < W; j++) s += v[j] * v[j];
-        s = group_sum(s, a.lanes, room[turn]);
-        const float r = rsqrtf(s * each + a.eps);
-        open(w, SETS > 1 && at.head >= a.split ? weights[SETS - 1] : weights[0]);
-        for (int j = 0; j < W; j++) v[j] = v[j] * r * w[j];
-        if (here) put((T *)a.y + i, v, a.vec);
+        at = norm_row_next(at, step, tokens, heads, a.per);
     }
 }
 
-template <typename T, int SETS, int MOST>
-static __global__ void __launch_bounds__(MOST, MOST > 256 ? 1 : SETS > 1 ? 2 : 4)
-norm_grad_kernel(norm_args a)
+/* Sum of the groups' rows sums[groups][slots] of columns 0..C, in order, as this block's part. */
+static __device__ void norm_part(float *part, const float *sums, int groups, int slots, int C)
 {
-    constexpr int W = FTK_WIDTH(T);
-    __shared__ float2 room[2][32];
-    extern __shared__ __align__(16) float sums[]; /* [groups][lanes * W], of several groups */
+    __syncthreads();
+    for (int k = (int)threadIdx.x; k < C; k += (int)blockDim.x) {
+        float total = 0;
+        for (int g = 0; g < groups; g++) total += sums[g * slots + k];
+        part[k] = total;
+    }
+    __syncthreads();
+}
+
+/* PASS: whether there is one, so that its registers are used only then. */
+template <typename T, int PASS>
+static __global__ void __launch_bounds__(FTK_NORM_MOST, 1) norm_grad_kernel(norm_args a)
+{
+    constexpr int W = FTK_WIDTH(T), K = FTK_NORM_DEEP;
+    __shared__ float2 room[2][FTK_NORM_MOST / 32];
+    extern __shared__ __align__(16) float sums[]; /* [groups][K * lanes * W], of several groups */
+    const int lane = (int)threadIdx.x % a.lanes, group = (int)threadIdx.x / a.lanes;
+    const int groups = (int)blockDim.x / a.lanes, span = a.lanes * W, C = (int)a.C;
+    const int64_t step = (int64_t)gridDim.x * groups;
+    const float each = 1.0f / (float)a.C;
+    const T *x = (const T *)a.x, *dy = (const T *)a.dy, *pass = (const T *)a.pass;
+    const T *weights = (const T *)a.w[0];
+    const uint4 none = make_uint4(0, 0, 0, 0);
+    int64_t row = (int64_t)blockIdx.x * groups + group;
+    uint4 ahead[K], ahead_dy[K], ahead_pass[PASS ? K : 1];
+    float dw[K][W];
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        const int c = lane * W + k * span;
+        const bool here = c < C && row < a.rows;
+        const int64_t i = row * a.C + c;
+        zero(dw[k]);
+        ahead[k] = here ? take(x + i, a.vec) : none;
+        ahead_dy[k] = here && dy ? take(dy + i, a.vec) : none;
+        if (PASS) ahead_pass[k] = here ? take(pass + i, a.vec) : none;
+    }
+    int turn = 0;
+    for (; row < a.rows; row += step, turn ^= 1) {
+        float v[W], g[W], w[W];
+        float2 s = make_float2(0, 0);
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            const int c = lane * W + k * span;
+            if (c >= C) break;
+            open(v, ahead[k]);
+            open(g, ahead_dy[k]);
+            get(w, weights + c, a.vec);
+            for (int j = 0; j < W; j++) {
+                s.x += v[j] * v[j];
+                s.y += v[j] * (g[j] * w[j]);
+            }
+        }
+        s = group_sum(s, a.lanes, room[turn]);
+        const float r = rsqrtf(s.x * each + a.eps), mean = s.y * each * r;
+        const bool more = row + step < a.rows;
+#pragma unroll
+        for (int k = 0; k < K; k++) {
+            const int c = lane * W + k * span;
+            if (c >= C) break;
+            const int64_t i = row * a.C + c, n = i + step * a.C;
+            const uint4 passed = PASS ? ahead_pass[k] : none;
+            open(v, ahead[k]);
+            open(g, ahead_dy[k]);
+            if (more) {
+                ahead[k] = take(x + n, a.vec);
+                if (dy) ahead_dy[k] = take(dy + n, a.vec);
+                if (PASS) ahead_pass[k] = take(pass + n, a.vec);
+            }
+            get(w, weights + c, a.vec);
+            for (int j = 0; j < W; j++) {
+                const float u = v[j] * r;
+                dw[k][j] += g[j] * u;
+                v[j] = r * (g[j] * w[j] - u * mean);
+            }
+            if (PASS) {
+                open(w, passed);
+                for (int j = 0; j < W; j++) v[j] += w[j];
+            }
+            if (a.dx.data) give(a.dx, i, v, a.vec);
+        }
+    }
+    if (!a.parts) return;
+    float *part = a.parts + (int64_t)blockIdx.x * a.C;
+#pragma unroll
+    for (int k = 0; k < K; k++) {
+        const int c = lane * W + k * span;
+        if (groups > 1) put(sums + group * K * span + c, dw[k], 1);
+        else if (c < C) put(part + c, dw[k], a.vec);
+    }
+    if (groups > 1) norm_part(part, sums, groups, K * span, C);
+}
+
+template <typename T, int SETS>
+static __global__ void __launch_bounds__(FTK_NORM_THREADS, 2) norm_short_grad_kernel(norm_args a)
+{
+    constexpr int W = FTK_WIDTH(T), R = FTK_NORM_DEEP;
+    extern __shared__ __align__(16) float sums[]; /* [groups][lanes * W] */
     const int lane = (int)threadIdx.x % a.lanes, group = (int)threadIdx.x / a.lanes;
     const int groups = (int)blockDim.x / a.lanes, c = lane * W;
-    const int64_t step = (int64_t)gridDim.x * groups;
+    const int64_t step = (int64_t)gridDim.x * groups * R;
     const int64_t tokens = step / a.per, heads = step % a.per;
     const bool mine = c < a.C;
     const float each = 1.0f / (float)a.C;
@@ -1102,67 +1292,55 @@ norm_grad_kernel(norm_args a)
         zero(dw[s]);
         weights[s] = mine ? take((const T *)a.w[s] + c, a.vec) : none;
     }
-    norm_row next = norm_row_at(a, (int64_t)blockIdx.x * groups + group);
-    uint4 ahead = none, ahead_dy = none, ahead_pass = none;
-    if (mine && next.row < a.rows) {
-        const int64_t n = norm_first<SETS>(a, next) + c;
-        ahead = take(x + n, a.vec);
-        if (dy) ahead_dy = take(dy + n, a.vec);
-        if (pass) ahead_pass = take(pass + n, a.vec);
-    }
-    int turn = 0;
-    for (int64_t first = (int64_t)blockIdx.x * groups; first < a.rows; first += step, turn ^= 1) {
-        const norm_row at = next;
-        const bool here = mine && at.row < a.rows;
-        const bool second = SETS > 1 && at.head >= a.split;
-        const uint4 passed = ahead_pass;
-        float v[W], g[W], w[W];
-        open(v, here ? ahead : none);
-        open(g, here ? ahead_dy : none);
-        next = norm_row_next(at, step, tokens, heads, a.per);
-        if (mine && next.row < a.rows) {
-            const int64_t n = norm_first<SETS>(a, next) + c;
-            ahead = take(x + n, a.vec);
-            if (dy) ahead_dy = take(dy + n, a.vec);
-            if (pass) ahead_pass = take(pass + n, a.vec);
+    norm_row at = norm_row_at(a, ((int64_t)blockIdx.x * groups + group) * R);
+    for (int64_t first = (int64_t)blockIdx.x * groups * R; first < a.rows; first += step) {
+        norm_row next = at;
+        int64_t place[R];
+        bool here[R], second[R];
+        uint4 raw[R], raw_dy[R], raw_pass[R];
+#pragma unroll
+        for (int q = 0; q < R; q++) {
+            here[q] = mine && next.row < a.rows;
+            second[q] = SETS > 1 && next.head >= a.split;
+            place[q] = norm_first<SETS>(a, next) + c;
+            raw[q] = here[q] ? take(x + place[q], a.vec) : none;
+            raw_dy[q] = here[q] && dy ? take(dy + place[q], a.vec) : none;
+            if (SETS == 1) raw_pass[q] = here[q] && pass ? take(pass + place[q], a.vec) : none;
+            next = norm_row_next(next, 1, 0, 1, a.per);
         }
-        open(w, second ? weights[SETS - 1] : weights[0]);
-        float2 s = make_float2(0, 0);
-        for (int j = 0; j < W; j++) {
-            s.x += v[j] * v[j];
-            s.y += v[j] * (g[j] * w[j]);
+#pragma unroll
+        for (int q = 0; q < R; q++) {
+            float v[W], g[W], w[W];
+            float2 s = make_float2(0, 0);
+            open(v, raw[q]);
+            open(g, raw_dy[q]);
+            open(w, second[q] ? weights[SETS - 1] : weights[0]);
+            for (int j = 0; j < W; j++) {
+                s.x += v[j] * v[j];
+                s.y += v[j] * (g[j] * w[j]);
+            }
+            s = group_sum(s, a.lanes, NULL);
+            if (!here[q]) continue; /* without a row r is infinite where eps is 0 */
+            const float r = rsqrtf(s.x * each + a.eps), mean = s.y * each * r;
+            for (int j = 0; j < W; j++) {
+                const float u = v[j] * r;
+                if (second[q]) dw[SETS - 1][j] += g[j] * u;
+                else dw[0][j] += g[j] * u;
+                v[j] = r * (g[j] * w[j] - u * mean);
+            }
+            if (SETS == 1 && pass) {
+                open(w, raw_pass[q]);
+                for (int j = 0; j < W; j++) v[j] += w[j];
+            }
+            if (a.dx.data) give(a.dx, place[q], v, a.vec);
         }
-        s = group_sum(s, a.lanes, room[turn]);
-        if (!here) continue; /* without a row r is infinite where eps is 0 */
-        const float r = rsqrtf(s.x * each + a.eps), mean = s.y * each * r;
-        open(w, second ? weights[SETS - 1] : weights[0]);
-        for (int j = 0; j < W; j++) {
-            const float u = v[j] * r;
-            if (second) dw[SETS - 1][j] += g[j] * u;
-            else dw[0][j] += g[j] * u;
-            v[j] = r * (g[j] * w[j] - u * mean);
-        }
-        if (pass) {
-            open(w, passed);
-            for (int j = 0; j < W; j++) v[j] += w[j];
-        }
-        if (a.dx.data) give(a.dx, norm_first<SETS>(a, at) + c, v, a.vec);
+        at = norm_row_next(at, step, tokens, heads, a.per);
     }
     if (!a.parts) return;
     for (int s = 0; s < SETS; s++) {
-        float *part = a.parts + ((int64_t)blockIdx.x * SETS + s) * a.C;
-        if (groups == 1) {
-            if (mine) put(part + c, dw[s], a.vec);
-            continue;
-        }
-        __syncthreads();
         put(sums + group * a.lanes * W + c, dw[s], 1);
-        __syncthreads();
-        for (int k = threadIdx.x; k < (int)a.C; k += (int)blockDim.x) {
-            float total = 0;
-            for (int g = 0; g < groups; g++) total += sums[g * a.lanes * W + k];
-            part[k] = total;
-        }
+        norm_part(a.parts + ((int64_t)blockIdx.x * SETS + s) * a.C, sums, groups, a.lanes * W,
+                  (int)a.C);
     }
 }
 
@@ -1190,7 +1368,7 @@ static __device__ float2 norm_stats(const norm_args &a, const T *x, float2 *room
 }
 
 template <typename T, int W>
-static __global__ void __launch_bounds__(FTK_NORM_THREADS) norm_any_kernel(norm_args a)
+static __global__ void __launch_bounds__(FTK_NORM_MOST) norm_any_kernel(norm_args a)
 {
     __shared__ float2 room[32];
     for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
@@ -1225,7 +1403,7 @@ static __global__ void __launch_bounds__(FTK_NORM_THREADS) norm_any_kernel(norm_
 
 /* Parts are added to in memory: each thread has columns of its own. */
 template <typename T, int W>
-static __global__ void __launch_bounds__(FTK_NORM_THREADS) norm_any_grad_kernel(norm_args a)
+static __global__ void __launch_bounds__(FTK_NORM_MOST) norm_any_grad_kernel(norm_args a)
 {
     __shared__ float2 room[32];
     float *parts = a.parts ? a.parts + (int64_t)blockIdx.x * a.sets * a.C : NULL;
@@ -1284,12 +1462,12 @@ static __global__ void __launch_bounds__(FTK_NORM_THREADS) norm_any_grad_kernel(
     }
 }
 
-/* Threads of a row in the first kernel; 0: it is for the second. */
-static int norm_lanes(int64_t C, ft_dtype t, int sets)
+/* Threads of a row; 0: the kernel for any C. */
+static int norm_lanes(int64_t C, ft_dtype t, const norm_args *a)
 {
     int64_t W = width_of(t), n = C / W, lanes = 1;
-    if (C % W || n > (sets > 1 ? 256 : 1024)) return 0;
-    if (n > 32) return (int)(over(n, 32) * 32);
+    if (a->layer || C % W || n > (a->sets > 1 ? 32 : FTK_NORM_DEEP * FTK_NORM_MOST)) return 0;
+    if (n > 32) return (int)(over(n, FTK_NORM_DEEP * 32) * 32);
     while (lanes < n) lanes *= 2;
     return (int)lanes;
 }
@@ -1314,35 +1492,36 @@ static void norm_align(norm_args *a)
                      FTK_AT(a->y) | FTK_AT(a->dx.data) | FTK_AT(a->parts));
 }
 
-/* Small blocks are compiled for a few of them on a multiprocessor. */
-#define FTK_NORM_OF(kernel, T, a, grid, block, shared, stream)                                     \
+#define FTK_NORM_SHORT(kernel, dtype, a, blocks, shared, stream)                                   \
     do {                                                                                           \
-        if ((a).sets > 1) kernel<T, 2, 256><<<grid, block, shared, stream>>>(a);                   \
-        else if ((block) <= 256) kernel<T, 1, 256><<<grid, block, shared, stream>>>(a);            \
-        else kernel<T, 1, 1024><<<grid, block, shared, stream>>>(a);                               \
-    } while (0)
-
-#define FTK_NORM(kernel, dtype, a, grid, block, shared, stream)                                    \
-    do {                                                                                           \
-        if ((dtype) == FT_BF16) FTK_NORM_OF(kernel, bf16, a, grid, block, shared, stream);         \
-        else FTK_NORM_OF(kernel, float, a, grid, block, shared, stream);                           \
+        if ((dtype) == FT_BF16 && (a).sets > 1)                                                    \
+            kernel<bf16, 2><<<blocks, FTK_NORM_THREADS, shared, stream>>>(a);                      \
+        else if ((dtype) == FT_BF16)                                                               \
+            kernel<bf16, 1><<<blocks, FTK_NORM_THREADS, shared, stream>>>(a);                      \
+        else if ((a).sets > 1)                                                                     \
+            kernel<float, 2><<<blocks, FTK_NORM_THREADS, shared, stream>>>(a);                     \
+        else kernel<float, 1><<<blocks, FTK_NORM_THREADS, shared, stream>>>(a);                    \
     } while (0)
 
 static ft_status norm_forward(const ft_op_call *call, norm_args a, ft_dtype t)
 {
     cudaStream_t stream = stream_of(call);
+    const int64_t W = width_of(t);
     norm_align(&a);
-    a.lanes = a.layer ? 0 : norm_lanes(a.C, t, a.sets);
+    a.lanes = norm_lanes(a.C, t, &a);
     if (!a.lanes) {
         unsigned blocks = (unsigned)least(a.rows, 8 * FTK_BLOCKS);
-        FTK_ROWS(norm_any_kernel, t, a.C % width_of(t) == 0, blocks, FTK_NORM_THREADS, 0, stream,
-                 a);
-        return launched(call->op->name);
+        FTK_ROWS(norm_any_kernel, t, a.C % W == 0, blocks, FTK_NORM_THREADS, 0, stream, a);
+    } else if (a.C > 32 * W) { /* a warp or more a row; such blocks are the smaller the better */
+        unsigned threads = (unsigned)(a.lanes > 32 ? a.lanes : 128);
+        unsigned blocks = (unsigned)least(over(a.rows, threads / a.lanes), 1 << 20);
+        if (t == FT_BF16) norm_kernel<bf16><<<blocks, threads, 0, stream>>>(a);
+        else norm_kernel<float><<<blocks, threads, 0, stream>>>(a);
+    } else {
+        int64_t rows = FTK_NORM_THREADS / a.lanes * FTK_NORM_DEEP; /* of a block at a time */
+        unsigned blocks = (unsigned)least(over(a.rows, rows), FTK_BLOCKS);
+        FTK_NORM_SHORT(norm_short_kernel, t, a, blocks, 0, stream);
     }
-    int groups = a.lanes < FTK_NORM_THREADS ? FTK_NORM_THREADS / a.lanes : 1;
-    unsigned threads = (unsigned)(groups * a.lanes);
-    unsigned blocks = (unsigned)least(over(a.rows, groups), FTK_BLOCKS);
-    FTK_NORM(norm_kernel, t, a, blocks, threads, 0, stream);
     return launched(call->op->name);
 }
 
@@ -1362,18 +1541,28 @@ static ft_status norm_backward(const ft_op_call *call, norm_args a, ft_dtype t,
             return ft_error(FT_ERR_UNSUPPORTED, "%s: %zu bytes of workspace", call->op->name,
                             call->workspace_bytes);
     }
+    const int64_t W = width_of(t);
     norm_align(&a);
-    a.lanes = a.layer ? 0 : norm_lanes(a.C, t, a.sets);
+    a.lanes = norm_lanes(a.C, t, &a);
     if (!a.lanes) {
         unsigned blocks = (unsigned)(n ? n : least(a.rows, 8 * FTK_BLOCKS));
-        FTK_ROWS(norm_any_grad_kernel, t, a.C % width_of(t) == 0, blocks, FTK_NORM_THREADS, 0,
-                 stream, a);
-    } else {
+        unsigned threads = a.C > FTK_NORM_THREADS * W ? FTK_NORM_MOST : FTK_NORM_THREADS;
+        FTK_ROWS(norm_any_grad_kernel, t, a.C % W == 0, blocks, threads, 0, stream, a);
+    } else if (a.C > 32 * W) {
         int groups = a.lanes < FTK_NORM_THREADS ? FTK_NORM_THREADS / a.lanes : 1;
         unsigned threads = (unsigned)(groups * a.lanes);
         unsigned blocks = (unsigned)(n ? n : least(over(a.rows, groups), FTK_BLOCKS));
-        size_t shared = groups > 1 && n ? threads * 16 / ft_dtype_bytes(t) * sizeof(float) : 0;
-        FTK_NORM(norm_grad_kernel, t, a, blocks, threads, shared, stream);
+        size_t shared = groups > 1 && n ? threads * W * FTK_NORM_DEEP * sizeof(float) : 0;
+        if (t == FT_BF16 && a.pass)
+            norm_grad_kernel<bf16, 1><<<blocks, threads, shared, stream>>>(a);
+        else if (t == FT_BF16) norm_grad_kernel<bf16, 0><<<blocks, threads, shared, stream>>>(a);
+        else if (a.pass) norm_grad_kernel<float, 1><<<blocks, threads, shared, stream>>>(a);
+        else norm_grad_kernel<float, 0><<<blocks, threads, shared, stream>>>(a);
+    } else {
+        int64_t rows = FTK_NORM_THREADS / a.lanes * FTK_NORM_DEEP;
+        unsigned blocks = (unsigned)(n ? n : least(over(a.rows, rows), FTK_BLOCKS));
+        FTK_NORM_SHORT(norm_short_grad_kernel, t, a, blocks,
+                       FTK_NORM_THREADS * W * sizeof(float), stream);
     }
     FT_TRY(launched(call->op->name));
     for (int s = 0; s < a.sets; s++)
@@ -1519,9 +1708,14 @@ FT_API ft_status ftk_layer_norm_backward(const ft_op_call *call)
 /* -------------------------------------------------------------------------------------- >>rope
 
    Heads 0..H+K-1 of a token turn by its angles: (x, y) -> (x cos - y sin, x sin + y cos) for the
-   pairs (i, i + D/2); backward with sign -1. table fp32 [T, D/2, 2] of (cos, sin). A block takes a
-   token: threads x over W neighbouring pairs, threads y over heads; the angles stay in registers.
-   Value heads are copied in the same way unless they are in place. 2 B T (H+K) D elements. */
+   pairs (i, i + D/2); backward with sign -1. table fp32 [T, D/2, 2] of (cos, sin). Threads x take W
+   neighbouring pairs, threads y heads; the angles stay in registers. Value heads are copied in the
+   same way unless they are in place. Moves 2 B T (H+K) D elements: the bound is their bytes.
+   rope_kernel takes any D, a token a block, a head at a time. rope_wide_kernel is for halves of up
+   to 32 items of 16 bytes: threads z over tokens, and FTK_TURNED heads of a thread under way at a
+   time, which divides what the angles cost by as many. */
+
+enum { FTK_TURNED = 4 };
 
 typedef struct rope_args {
     grad_out to;
@@ -1564,6 +1758,58 @@ template <typename T, int W> static __global__ void rope_kernel(rope_args a)
     }
 }
 
+template <typename T> static __global__ void __launch_bounds__(256, 3) rope_wide_kernel(rope_args a)
+{
+    constexpr int W = FTK_WIDTH(T), R = FTK_TURNED;
+    const T *from = (const T *)a.from;
+    const int half = (int)a.D / 2, i = (int)threadIdx.x * W, heads = (int)a.heads;
+    const uint4 none = make_uint4(0, 0, 0, 0);
+    if (i >= half) return;
+    for (int64_t row = (int64_t)blockIdx.x * blockDim.z + threadIdx.z; row < a.rows;
+         row += (int64_t)gridDim.x * blockDim.z) {
+        const int64_t t = a.rows >> 32 ? row % a.T : (unsigned)row % (unsigned)a.T;
+        const int64_t first = row * a.width;
+        const float *angles = a.table + t * a.D + 2 * i;
+        float cosine[W], sine[W];
+#pragma unroll
+        for (int j = 0; j < W; j += 2) {
+            float both[4];
+            get(both, angles + 2 * j, a.vec);
+            cosine[j] = both[0];
+            sine[j] = a.sign * both[1];
+            cosine[j + 1] = both[2];
+            sine[j + 1] = a.sign * both[3];
+        }
+        for (int h = (int)threadIdx.y; h < heads; h += R * (int)blockDim.y) {
+            uint4 left[R], right[R];
+#pragma unroll
+            for (int q = 0; q < R; q++) {
+                const int head = h + q * (int)blockDim.y, at = head * 2 * half + i;
+                const bool here = head < heads && from;
+                left[q] = here ? take(from + first + at, a.vec) : none;
+                right[q] = here ? take(from + first + at + half, a.vec) : none;
+            }
+#pragma unroll
+            for (int q = 0; q < R; q++) {
+                const int head = h + q * (int)blockDim.y;
+                const int64_t at = first + head * 2 * half + i;
+                if (head >= heads) break;
+                float x[W], y[W];
+                open(x, left[q]);
+                open(y, right[q]);
+                if (head < (int)a.turned)
+                    for (int j = 0; j < W; j++) {
+                        const float turned = x[j] * cosine[j] - y[j] * sine[j];
+                        y[j] = x[j] * sine[j] + y[j] * cosine[j];
+                        x[j] = turned;
+                    }
+                give(a.to, at, x, a.vec);
+                give(a.to, at + half, y, a.vec);
+            }
+        }
+    }
+}
+
 static ft_status rope(const ft_op_call *call, grad_out to, const ft_view *from, float sign)
 {
     const int64_t H = call->attr.i[0], K = call->attr.i[1];
@@ -1585,10 +1831,19 @@ static ft_status rope(const ft_op_call *call, grad_out to, const ft_view *from, 
     const int wide = a.D / 2 % width_of(t) == 0;
     int64_t items = a.D / 2 / (wide ? width_of(t) : 1), x = 1;
     while (x < 32 && x < items) x *= 2;
+    cudaStream_t stream = stream_of(call);
+    if (wide && items <= 32) {
+        int64_t y = least(over(a.heads, FTK_TURNED), 256 / x), z = 256 / (x * y);
+        dim3 block((unsigned)x, (unsigned)y, (unsigned)least(z, 64));
+        unsigned blocks = (unsigned)least(over(a.rows, block.z), 1 << 20);
+        if (t == FT_BF16) rope_wide_kernel<bf16><<<blocks, block, 0, stream>>>(a);
+        else rope_wide_kernel<float><<<blocks, block, 0, stream>>>(a);
+        return launched("rope");
+    }
     int64_t turns = over(a.heads, 256 / x); /* of a thread, over heads */
     dim3 block((unsigned)x, (unsigned)over(a.heads, turns), 1);
     unsigned blocks = (unsigned)least(a.rows, 1 << 20);
-    FTK_ROWS(rope_kernel, t, wide, blocks, block, 0, stream_of(call), a);
+    FTK_ROWS(rope_kernel, t, wide, blocks, block, 0, stream, a);
     return launched("rope");
 }
 
@@ -1792,19 +2047,26 @@ FT_API ft_status ftk_mean_backward(const ft_op_call *call)
    Forward: y[N,C] = table[token - first], zero where the row is another rank's or the token cannot
    be. A plane of tokens x items; 2 N C elements.
 
-   Backward: dtable[v] = or += the sum of the rows of dy whose token is v, in token order, in fp32,
-   rounded once. Lists of positions are made first:
-     1. count[v] by integer atomics;
-     2. each row that occurs takes room for its list, from a counter;
-     3. every position is put into its row's list;
-     4. a block a row sorts the list and adds the rows of dy that it names.
-   Lists lie and are filled in whatever order the threads come; sorted they are the same always, so
-   the sums' order does not depend on it. A token that occurs more than FTK_LIST times has no list:
-   its block goes through all tokens, keeping those that match in order.
-   Workspace, int32: count [V], the counter, end [V] of each list, positions [N]. Moves the rows of
-   dy once and dtable once (twice where it adds; rows without a token are then left alone). */
+   Backward: dtable[v] = or += the sum of the rows of dy whose token is v, in fp32, rounded once.
+   The positions are sorted by token, those of a token in order, and the sorted list is cut into
+   pieces of FTK_PIECE, whatever tokens these hold: one frequent token is as quick as many.
+     1. count[v], and total[] of FTK_CHUNK rows each, by integer atomics, one for equal tokens of a
+        warp;
+     2. end[v] = where the list of v begins, by sums over total and count;
+     3. a row that occurs at most FTK_PIECE times: its positions are put into its list in whatever
+        order the threads come, which moves end[v] to the list's end, and a warp sorts them; a row
+        that occurs more often: a block goes through all tokens and lists those that match;
+     4. rows that do not occur are set to zero, unless dtable is added to;
+     5. a block a piece adds the rows of dy that it names, in order. A token whose list lies in the
+        piece goes to dtable; the piece's first token, if its list began before, leaves a partial
+        sum [C] in parts[piece][0], else its last token, if its list goes on, in parts[piece][1];
+     6. lists of several pieces: thread y of 16 adds partial sums y, y + 16, ..., then the 16.
+   Where lists are cut follows from the counts alone, so the sums' order does not depend on timing.
+   Workspace: fp32 parts [N / FTK_PIECE, 2, C]; int32 count [V], total, end [V], positions [N]; see
+   ftk_lookup_bytes. Moves the rows of dy once and dtable once (twice where it adds; rows without a
+   token are then left alone), and of partial sums at most 4 C elements for each piece. */
 
-enum { FTK_LIST = 1024 };
+enum { FTK_CHUNK = 1024, FTK_PIECE = 32 /* also the lanes of a warp, which sorts as many */ };
 
 typedef struct lookup_args {
     const int32_t *tokens;
@@ -1812,7 +2074,8 @@ typedef struct lookup_args {
     void *y;
     grad_out dtable;
     int64_t n, C, first, rows, V;
-    int32_t *count, *used, *end, *slots;
+    int32_t *count, *end, *total, *order;
+    float *parts;
     uint64_t *fault;
     int kind, vec;
 } lookup_args;
@@ -1841,33 +2104,51 @@ template <typename T, int W> static __global__ void lookup_kernel(lookup_args a)
 
 static __global__ void lookup_count_kernel(lookup_args a)
 {
-    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.n;
-         i += (int64_t)gridDim.x * blockDim.x) {
-        const int32_t token = a.tokens[i];
-        const int64_t row = lookup_row(a, i);
+    const int64_t step = (int64_t)gridDim.x * blockDim.x;
+    const int lane = threadIdx.x & 31;
+    for (int64_t first = (int64_t)blockIdx.x * blockDim.x; first < a.n; first += step) {
+        const int64_t i = first + threadIdx.x;
+        const int32_t token = i < a.n ? a.tokens[i] : 0;
+        const int row = i < a.n ? (int)lookup_row(a, i) : -1;
         if (token < 0 || token >= a.V) note_fault(a.fault, a.kind, i, a.n, token, a.V);
-        else if (row >= 0) atomicAdd(&a.count[row], 1);
+        const unsigned equal = __match_any_sync(~0u, row);
+        if (row < 0 || lane != __ffs((int)equal) - 1) continue;
+        atomicAdd(&a.count[row], __popc(equal));
+        atomicAdd(&a.total[row / FTK_CHUNK], __popc(equal));
     }
 }
 
-/* end[v] = where the list of v begins, for now. A warp takes room for its 32 rows at once. */
-static __global__ void lookup_room_kernel(lookup_args a)
+/* Inclusive sums over the threads of a block of FTK_CHUNK; `all`: the whole sum. */
+static __device__ int block_upto(int x, int *room, int *all)
 {
-    const int64_t steps = (a.rows + 31) / 32, warps = (int64_t)gridDim.x * blockDim.x / 32;
-    const int lane = threadIdx.x & 31;
-    for (int64_t s = ((int64_t)blockIdx.x * blockDim.x + threadIdx.x) / 32; s < steps; s += warps) {
-        const int64_t v = s * 32 + lane;
-        int count = v < a.rows ? a.count[v] : 0, base = 0;
-        if (count > FTK_LIST) count = 0;
-        int upto = count;
-        for (int o = 1; o < 32; o *= 2) {
-            const int before = __shfl_up_sync(~0u, upto, o);
-            if (lane >= o) upto += before;
-        }
-        if (lane == 31 && upto) base = atomicAdd(a.used, upto);
-        base = __shfl_sync(~0u, base, 31);
-        if (v < a.rows) a.end[v] = base + upto - count;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int o = 1; o < 32; o *= 2) {
+        const int before = __shfl_up_sync(~0u, x, o);
+        if (lane >= o) x += before;
     }
+    __syncthreads();
+    if (lane == 31) room[warp] = x;
+    __syncthreads();
+    *all = 0;
+    for (int w = 0; w < FTK_CHUNK / 32; w++) {
+        if (w < warp) x += room[w];
+        *all += room[w];
+    }
+    return x;
+}
+
+/* Block b: the chunks before chunk b, then the rows of it. */
+static __global__ void __launch_bounds__(FTK_CHUNK) lookup_room_kernel(lookup_args a)
+{
+    __shared__ int room[32];
+    const int64_t v = (int64_t)blockIdx.x * FTK_CHUNK + threadIdx.x;
+    const int count = v < a.rows ? a.count[v] : 0;
+    int before = 0, base, all;
+    for (int64_t k = threadIdx.x; k < blockIdx.x; k += FTK_CHUNK) before += a.total[k];
+    block_upto(before, room, &base);
+    const int upto = block_upto(count, room, &all);
+    if (v < a.rows) a.end[v] = base + upto - count;
+    if (threadIdx.x == 0 && blockIdx.x == gridDim.x - 1) a.total[gridDim.x] = base + all;
 }
 
 static __global__ void lookup_place_kernel(lookup_args a)
@@ -1875,81 +2156,166 @@ static __global__ void lookup_place_kernel(lookup_args a)
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.n;
          i += (int64_t)gridDim.x * blockDim.x) {
         const int64_t row = lookup_row(a, i);
-        if (row >= 0 && a.count[row] <= FTK_LIST)
-            a.slots[atomicAdd(&a.end[row], 1)] = (int32_t)i;
+        if (row >= 0 && a.count[row] <= FTK_PIECE)
+            a.order[atomicAdd(&a.end[row], 1)] = (int32_t)i;
     }
 }
 
-/* s += the rows of dy at order[0..k), columns c..c+W. */
-template <typename T, int W>
-static __device__ __forceinline__ void lookup_add(float (&s)[W], const lookup_args &a,
-                                                  const int32_t *order, int k, int64_t c)
+/* Where the list of v begins, once the short ones have been placed. */
+static __device__ __forceinline__ int lookup_begin(const lookup_args &a, int64_t v)
 {
-    const T *dy = (const T *)a.dy + c;
-    float v[W];
-#pragma unroll 8
-    for (int j = 0; j < k; j++) {
-        get(v, dy + order[j] * a.C, a.vec);
-        for (int l = 0; l < W; l++) s[l] += v[l];
-    }
+    const int count = a.count[v];
+    return a.end[v] - (count <= FTK_PIECE ? count : 0);
 }
 
-/* Positions base..base+blockDim.x whose row is v, in order; returns how many. */
-static __device__ int lookup_scan(const lookup_args &a, int64_t v, int64_t base, int32_t *order,
-                                  int *room)
+/* The positions of v, in order, from `to` on: by a block of 256 threads, 4 of each at a time. */
+static __device__ void lookup_scan(const lookup_args &a, int64_t v, int32_t *to, int (*room)[32])
 {
-    const int64_t i = base + threadIdx.x;
-    const bool hit = i < a.n && lookup_row(a, i) == v;
-    const unsigned hits = __ballot_sync(~0u, hit);
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    __syncthreads(); /* the last order has been used */
-    if (lane == 0) room[warp] = __popc(hits);
-    __syncthreads();
-    int before = 0, all = 0;
-    for (int w = 0; w < (int)blockDim.x / 32; w++) {
-        if (w < warp) before += room[w];
-        all += room[w];
-    }
-    if (hit) order[before + __popc(hits & ((1u << lane) - 1))] = (int32_t)i;
-    __syncthreads();
-    return all;
-}
-
-template <typename T, int W>
-static __global__ void __launch_bounds__(256) lookup_grad_kernel(lookup_args a)
-{
-    __shared__ int32_t list[FTK_LIST], order[FTK_LIST];
-    __shared__ int room[32];
-    for (int64_t v = blockIdx.x; v < a.rows; v += gridDim.x) {
-        const int k = a.count[v], listed = k <= FTK_LIST;
-        if (k == 0 && a.dtable.add) continue;
-        if (k && listed) {
-            const int32_t *slots = a.slots + (a.end[v] - k);
-            __syncthreads(); /* the last order has been used */
-            for (int i = threadIdx.x; i < k; i += blockDim.x) list[i] = slots[i];
-            __syncthreads();
-            for (int i = threadIdx.x; i < k; i += blockDim.x) {
-                int rank = 0;
-                for (int j = 0; j < k; j++) rank += list[j] < list[i];
-                order[rank] = list[i];
-            }
-            __syncthreads();
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, count = a.count[v];
+    int found = 0, turn = 0;
+    for (int64_t base = 0; found < count && base < a.n; base += 1024, turn ^= 1) {
+        unsigned hits[4];
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+            const int64_t i = base + q * 256 + threadIdx.x;
+            hits[q] = __ballot_sync(~0u, i < a.n && lookup_row(a, i) == v);
+            if (lane == 0) room[turn][q * 8 + warp] = __popc(hits[q]);
         }
-        for (int64_t tile = 0; tile < a.C; tile += blockDim.x * W) {
-            const int64_t c = tile + threadIdx.x * W;
-            const bool mine = c < a.C;
-            float s[W];
+        __syncthreads();
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+            for (int w = 0; w < 8; w++) {
+                if (w == warp && hits[q] >> lane & 1)
+                    to[found + __popc(hits[q] & ((1u << lane) - 1))] =
+                        (int32_t)(base + q * 256 + threadIdx.x);
+                found += room[turn][q * 8 + w];
+            }
+    }
+    __syncthreads();
+}
+
+/* Block b takes rows b, b + gridDim, ..., 256 of them at a time: each warp sorts the short lists of
+   its 32, then the block makes the long ones. A position's rank is how many are smaller. */
+static __global__ void __launch_bounds__(256) lookup_order_kernel(lookup_args a)
+{
+    __shared__ int room[2][32], longs;
+    __shared__ int64_t list[256];
+    const int lane = threadIdx.x & 31;
+    for (int64_t first = 0; first * gridDim.x < a.rows; first += 256) {
+        const int64_t v = blockIdx.x + (first + threadIdx.x) * gridDim.x;
+        const int count = v < a.rows ? a.count[v] : 0;
+        const int begin = count > 1 ? lookup_begin(a, v) : 0;
+        if (threadIdx.x == 0) longs = 0;
+        __syncthreads();
+        if (count > FTK_PIECE) list[atomicAdd(&longs, 1)] = v;
+        unsigned todo = __ballot_sync(~0u, count > 1 && count <= FTK_PIECE);
+        for (; todo; todo &= todo - 1) {
+            const int from = __ffs((int)todo) - 1;
+            const int n = __shfl_sync(~0u, count, from), at = __shfl_sync(~0u, begin, from);
+            const int mine = lane < n ? a.order[at + lane] : 0;
+            int rank = 0;
+            for (int j = 0; j < n; j++) rank += __shfl_sync(~0u, mine, j) < mine;
+            if (lane < n) a.order[at + rank] = mine;
+        }
+        __syncthreads();
+        for (int k = 0; k < longs; k++)
+            lookup_scan(a, list[k], a.order + lookup_begin(a, list[k]), room);
+        __syncthreads();
+    }
+}
+
+/* Rows that no token asks for. A plane of rows x items. */
+template <typename T, int W> static __global__ void lookup_clear_kernel(lookup_args a)
+{
+    const int64_t c = item_at<W>();
+    if (c >= a.C) return;
+    FTK_EACH_ROW(v, a.rows) {
+        float none[W];
+        zero(none);
+        if (a.count[v] == 0) give(a.dtable, v * a.C + c, none, a.vec);
+    }
+}
+
+/* Block (p, tile): piece p, blockDim * W columns. Eight rows of dy are under way at a time. */
+template <typename T, int W>
+static __global__ void __launch_bounds__(256) lookup_sum_kernel(lookup_args a)
+{
+    constexpr int R = 8;
+    __shared__ int32_t order[FTK_PIECE], row[FTK_PIECE];
+    __shared__ int begins, ends; /* whether the first list begins here, the last one ends here */
+    const int64_t chunks = (a.rows + FTK_CHUNK - 1) / FTK_CHUNK;
+    const int64_t begin = (int64_t)blockIdx.x * FTK_PIECE;
+    const int64_t c = ((int64_t)blockIdx.y * blockDim.x + threadIdx.x) * W;
+    const int64_t left = a.total[chunks] - begin;
+    const int n = (int)(left < FTK_PIECE ? left : FTK_PIECE);
+    if (n <= 0) return;
+    if ((int)threadIdx.x < n) {
+        const int32_t i = a.order[begin + threadIdx.x];
+        const int v = (int)lookup_row(a, i);
+        order[threadIdx.x] = i;
+        row[threadIdx.x] = v;
+        if (threadIdx.x == 0) begins = lookup_begin(a, v) >= begin;
+        if ((int)threadIdx.x == n - 1) ends = lookup_begin(a, v) + a.count[v] <= begin + n;
+    }
+    __syncthreads();
+    if (c >= a.C) return;
+    const T *dy = a.dy ? (const T *)a.dy + c : NULL;
+    const uint4 none = make_uint4(0, 0, 0, 0);
+    float *parts = a.parts + (int64_t)blockIdx.x * 2 * a.C + c;
+    float s[W], v[W];
+    int start = 0; /* of the list that s is the sum of */
+    zero(s);
+    for (int first = 0; first < n; first += R) {
+        uint4 raw[R];
+#pragma unroll
+        for (int q = 0; q < R; q++)
+            raw[q] = first + q < n && dy ? item_take<W>(dy + order[first + q] * a.C, a.vec) : none;
+#pragma unroll
+        for (int q = 0; q < R; q++) {
+            const int at = first + q;
+            if (at >= n) break;
+            open(v, raw[q]);
+            for (int j = 0; j < W; j++) s[j] += v[j];
+            if (at + 1 < n && row[at + 1] == row[start]) continue;
+            if (start == 0 && !begins) put(parts, s, a.vec);
+            else if (at == n - 1 && !ends) put(parts + a.C, s, a.vec);
+            else give(a.dtable, row[start] * a.C + c, s, a.vec);
             zero(s);
-            if (listed) {
-                if (mine && a.dy) lookup_add<T, W>(s, a, order, k, c);
-            } else {
-                for (int64_t base = 0; base < a.n; base += blockDim.x) {
-                    const int found = lookup_scan(a, v, base, order, room);
-                    if (mine && a.dy) lookup_add<T, W>(s, a, order, found, c);
-                }
-            }
-            if (mine) give(a.dtable, v * a.C + c, s, a.vec);
+            start = at + 1;
         }
+    }
+}
+
+/* Block (p, y) of 32 x 16 threads: the list that begins in piece p and ends in a later one, if
+   there is one; 32 W columns at a time. Its first partial sum is the second of piece p, the others
+   are the first ones of the pieces behind it. */
+template <int W> static __global__ void __launch_bounds__(512) lookup_join_kernel(lookup_args a)
+{
+    __shared__ float room[16][32 * W];
+    const int64_t chunks = (a.rows + FTK_CHUNK - 1) / FTK_CHUNK, p = blockIdx.x;
+    const int64_t upto = p * FTK_PIECE + FTK_PIECE; /* a list that goes on fills the piece */
+    if (a.total[chunks] <= upto) return;
+    const int64_t v = lookup_row(a, a.order[upto - 1]), begin = lookup_begin(a, v);
+    const int64_t end = begin + a.count[v], n = (end - 1) / FTK_PIECE - p + 1;
+    if (begin < upto - FTK_PIECE || end <= upto) return;
+    for (int64_t tile = blockIdx.y * 32 * W; tile < a.C; tile += gridDim.y * 32 * W) {
+        const int64_t c = tile + threadIdx.x * W;
+        const float *parts = a.parts + (p * 2 + 1) * a.C + c; /* k of them: 2 k - 1 rows further */
+        float s[W], w[W];
+        zero(s);
+        if (c < a.C)
+#pragma unroll 4
+            for (int64_t k = threadIdx.y; k < n; k += 16) {
+                get(w, parts + (k ? 2 * k - 1 : 0) * a.C, a.vec);
+                for (int j = 0; j < W; j++) s[j] += w[j];
+            }
+        __syncthreads(); /* the last tile has been added */
+        put(&room[threadIdx.y][threadIdx.x * W], s, 0);
+        __syncthreads();
+        if (threadIdx.y || c >= a.C) continue;
+        for (int y = 1; y < 16; y++)
+            for (int j = 0; j < W; j++) s[j] += room[y][threadIdx.x * W + j];
+        give(a.dtable, v * a.C + c, s, a.vec);
     }
 }
 
@@ -1967,39 +2333,60 @@ static ft_status lookup_forward(const ft_op_call *call, lookup_args a, ft_dtype 
     return launched(call->op->name);
 }
 
+/* Steps 1 to 3. */
+static ft_status lookup_sort(const char *name, const lookup_args &a, cudaStream_t stream)
+{
+    const int64_t chunks = over(a.rows, FTK_CHUNK);
+    const unsigned some = (unsigned)least(over(a.n, 256), FTK_BLOCKS);
+    cudaError_t error = cudaMemsetAsync(a.count, 0, (size_t)(a.rows + chunks + 1) * 4, stream);
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+        return ft_error(FT_ERR_UNSUPPORTED, "%s: clearing the counts: %s", name,
+                        cudaGetErrorString(error));
+    }
+    lookup_count_kernel<<<some, 256, 0, stream>>>(a);
+    FT_TRY(launched(name));
+    lookup_room_kernel<<<(unsigned)chunks, FTK_CHUNK, 0, stream>>>(a);
+    FT_TRY(launched(name));
+    lookup_place_kernel<<<some, 256, 0, stream>>>(a);
+    FT_TRY(launched(name));
+    lookup_order_kernel<<<(unsigned)least(a.rows, FTK_BLOCKS), 256, 0, stream>>>(a);
+    return launched(name);
+}
+
 static ft_status lookup_backward(const ft_op_call *call, lookup_args a, ft_dtype t)
 {
+    const char *name = call->op->name;
+    const int W = width_of(t), wide = a.C % W == 0;
+    const int64_t chunks = over(a.rows, FTK_CHUNK);
     cudaStream_t stream = stream_of(call);
-    int wide = a.C % width_of(t) == 0;
     a.tokens = (const int32_t *)call->in[0].data;
     a.n = elems_of(&call->in[0]);
     a.fault = call->fault;
-    if (a.n > INT32_MAX || (size_t)(2 * a.rows + 1 + a.n) * 4 > call->workspace_bytes)
+    if (a.n > INT32_MAX || ftk_lookup_bytes(a.rows, a.n, a.C) > call->workspace_bytes)
         return ft_error(FT_ERR_SHAPE, "%s: %lld tokens in one call, at most 2^31 - 1, or %zu bytes "
-                        "of workspace are too few", call->op->name, (long long)a.n,
-                        call->workspace_bytes);
-    a.count = (int32_t *)call->workspace;
-    a.used = a.count + a.rows;
-    a.end = a.used + 1;
-    a.slots = a.end + a.rows;
-    a.vec = aligned(FTK_AT(a.dy) | FTK_AT(a.dtable.data));
-    cudaError_t error = cudaMemsetAsync(a.count, 0, (size_t)(a.rows + 1) * 4, stream);
-    if (error != cudaSuccess) {
-        (void)cudaGetLastError();
-        return ft_error(FT_ERR_UNSUPPORTED, "%s: clearing the counts: %s", call->op->name,
-                        cudaGetErrorString(error));
+                        "of workspace are too few", name, (long long)a.n, call->workspace_bytes);
+    a.parts = (float *)call->workspace; /* first, so that they are aligned as the workspace is */
+    a.count = (int32_t *)(a.parts + over(a.n, FTK_PIECE) * 2 * a.C);
+    a.total = a.count + a.rows;
+    a.end = a.total + chunks + 1;
+    a.order = a.end + a.rows;
+    a.vec = aligned(FTK_AT(a.dy) | FTK_AT(a.dtable.data) | FTK_AT(a.parts));
+    FT_TRY(lookup_sort(name, a, stream));
+    if (!a.dtable.add) {
+        plane p = plane_of(a.rows, a.C, t, wide ? FTK_AT(a.dtable.data) : 1);
+        FTK_PLANE(lookup_clear_kernel, t, p, stream, a);
+        FT_TRY(launched(name));
     }
-    unsigned some = (unsigned)least(over(a.n, 256), FTK_BLOCKS);
-    lookup_count_kernel<<<some, 256, 0, stream>>>(a);
-    FT_TRY(launched(call->op->name));
-    lookup_room_kernel<<<(unsigned)least(over(a.rows, 256), FTK_BLOCKS), 256, 0, stream>>>(a);
-    FT_TRY(launched(call->op->name));
-    lookup_place_kernel<<<some, 256, 0, stream>>>(a);
-    FT_TRY(launched(call->op->name));
-    unsigned threads = row_threads(wide ? a.C / width_of(t) : a.C);
-    FTK_ROWS(lookup_grad_kernel, t, wide, (unsigned)least(a.rows, 8 * FTK_BLOCKS), threads, 0,
-             stream, a);
-    return launched(call->op->name);
+    const unsigned pieces = (unsigned)over(a.n, FTK_PIECE);
+    const unsigned threads = row_threads(wide ? a.C / W : a.C);
+    dim3 grid(pieces, (unsigned)over(a.C, (int64_t)threads * (wide ? W : 1)), 1);
+    FTK_ROWS(lookup_sum_kernel, t, wide, grid, threads, 0, stream, a);
+    FT_TRY(launched(name));
+    grid.y = (unsigned)least(over(a.C, 128), 4);
+    if (a.C % 4 == 0) lookup_join_kernel<4><<<grid, dim3(32, 16, 1), 0, stream>>>(a);
+    else lookup_join_kernel<1><<<grid, dim3(32, 16, 1), 0, stream>>>(a);
+    return launched(name);
 }
 
 FT_API ft_status ftk_embedding_forward(const ft_op_call *call)
@@ -2060,10 +2447,12 @@ FT_API ft_status ftk_tp_lookup_grad(const ft_op_call *call)
 
    Rows z[c,V] of logits: loss = log sum exp(z) - z[label], dz = factor (softmax(z) - onehot). A
    block a row. One pass makes the maximum and the sum together: a thread that meets a new maximum
-   scales its sum (Milakov and Gimelshein 2018); a second pass, with grads, writes dz over z. Reads
-   V elements twice, the second time out of the L2 cache, and writes them once: 3 V elements, of
-   which 2 V go to memory. Rows begin anywhere where V is odd, so what stands before the first and
-   behind the last 16-byte boundary is taken singly. exp(x) is ex2(x log2 e): 2 ulp. */
+   scales its sum (Milakov and Gimelshein 2018); a second pass, with grads, writes dz over z. Moves
+   2 V elements, and takes two exponentials of each, 9 us of an H200's multiprocessor at V = 128256
+   beside the 16 us that its share of the bandwidth takes: they hide only if the next row is on its
+   way meanwhile. See ce_tokens_kernel; the other kernels read the row again from the L2 cache. Rows
+   begin anywhere where V is odd, so what stands before the first and behind the last 16-byte
+   boundary is taken singly. exp(x) is ex2(x log2 e): 2 ulp. */
 
 #define FTK_LOG2E 1.4426950408889634f
 #define FTK_LEAST (-1.0e38f) /* below all logits; its product with log2 e is still finite */
@@ -2095,9 +2484,10 @@ static __device__ __forceinline__ void online(float &top, float &sum, const floa
 {
     float m = v[0];
     for (int j = 1; j < W; j++) m = fmaxf(m, v[j]);
-    m = fmaxf(m, top);
-    sum *= exp_2((top - m) * FTK_LOG2E);
-    top = m;
+    if (m > top) {
+        sum *= exp_2((top - m) * FTK_LOG2E);
+        top = m;
+    }
     const float shift = -top * FTK_LOG2E;
     for (int j = 0; j < W; j++) sum += exp_2(fmaf(v[j], FTK_LOG2E, shift));
 }
@@ -2161,8 +2551,9 @@ static __device__ void row_gradient(T *z, int64_t n, float most, float by, int64
             if (i + d * step >= cut.items) break;
             const int64_t label = at - cut.head - (i + d * step) * W;
             open(v, raw[d]);
-            for (int j = 0; j < W; j++)
-                v[j] = exp_2(fmaf(v[j], FTK_LOG2E, shift)) * by - (j == label ? factor : 0.0f);
+            for (int j = 0; j < W; j++) v[j] = exp_2(fmaf(v[j], FTK_LOG2E, shift)) * by;
+            if (label >= 0 && label < W)
+                for (int j = 0; j < W; j++) v[j] -= j == label ? factor : 0.0f;
             put(body + (i + d * step) * W, v, 1);
         }
     }
@@ -2229,43 +2620,220 @@ FT_API ft_status ftk_ce_begin(void *stream, ftk_ce_state *state, const int32_t *
     return launched("ce_begin");
 }
 
+/* 16 bytes of the row, asynchronously, into this thread's own place in shared memory: who waits for
+   its own copies needs no barrier. Copies are waited for in batches, in the order of issue. */
+static __device__ __forceinline__ void ce_fetch(uint4 *to, const void *from)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(to)),
+                 "l"(from)
+                 : "memory");
+}
+static __device__ __forceinline__ void ce_batch(void)
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int N> static __device__ __forceinline__ void ce_arrived(void) /* all but N batches */
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+/* A row as ce_tokens_kernel sees it. Item k of this thread is the row's item threadIdx.x + k *
+   blockDim.x: the first `slots` lie in shared memory, the next FTK_KEPT in registers. */
+enum { FTK_KEPT = 2 };
+
+template <typename T> struct ce_row {
+    T *z, *body;
+    row_cut cut;
+    int64_t row, rest; /* elements behind the last whole item */
+    int32_t label;
+    bool counts; /* false: ignored, or a fault that ce_begin has noted; and of no row */
+};
+
+template <typename T>
+static __device__ __forceinline__ ce_row<T> ce_row_at(void *z, const int32_t *labels, int64_t row,
+                                                      int64_t c, int64_t V)
+{
+    ce_row<T> r;
+    r.row = row;
+    r.z = (T *)z + row * V;
+    r.cut = cut_row(r.z, V);
+    r.body = r.z + r.cut.head;
+    r.rest = V - r.cut.head - r.cut.items * FTK_WIDTH(T);
+    r.label = row < c ? labels[row] : FTK_IGNORE;
+    r.counts = r.label >= 0 && r.label < V;
+    return r;
+}
+
+/* One item's gradient, and its store. `at`: the label's element, counted from the item's first. */
+template <typename T, int W>
+static __device__ __forceinline__ void ce_write(T *to, uint4 raw, float shift, float by, int64_t at,
+                                                float factor)
+{
+    float v[W];
+    open(v, raw);
+    for (int j = 0; j < W; j++) v[j] = exp_2(fmaf(v[j], FTK_LOG2E, shift)) * by;
+    if (at >= 0 && at < W)
+        for (int j = 0; j < W; j++) v[j] -= j == at ? factor : 0.0f;
+    put(to, v, 1);
+}
+
+/* Block b takes rows b, b + gridDim, ... A row is read once if it has at most slots + FTK_KEPT
+   items a thread; the items behind those are read twice. With grads, as soon as an item's gradient
+   has been made, its place takes the same item of the next row, so that reading, exponentials and
+   writing go on together. The order of the sums is that of the items wherever they lie. */
 template <typename T>
 static __global__ void __launch_bounds__(1024) ce_tokens_kernel(void *z_, const int32_t *labels,
                                                                 int64_t c, int64_t V,
                                                                 const ftk_ce_state *state,
-                                                                float *losses, int grads)
+                                                                float *losses, int grads, int slots)
 {
+    constexpr int W = FTK_WIDTH(T);
     __shared__ float2 room[32];
     __shared__ float tops[32];
+    extern __shared__ __align__(16) uint4 held[]; /* [slots][threads] */
+    const int me = (int)threadIdx.x, step = (int)blockDim.x, half = slots / 2;
+    const float factor = state->factor;
+    uint4 kept[FTK_KEPT];
+    bool fetched = false; /* this row's items are under way */
     for (int64_t row = blockIdx.x; row < c; row += gridDim.x) {
-        T *z = (T *)z_ + row * V;
-        const int32_t label = labels[row];
-        if (label < 0 || label >= V) { /* ignored, or a fault that ce_begin has noted */
-            if (threadIdx.x == 0) losses[row] = 0;
-            if (grads) row_clear(z, V);
-            continue;
+        const ce_row<T> r = ce_row_at<T>(z_, labels, row, c, V);
+        const int items = (int)r.cut.items;
+        float top = FTK_LEAST, sum = 0, one[1], v[W];
+        if (!r.counts) {
+            if (me == 0) losses[row] = 0;
+            if (grads) row_clear(r.z, V);
+        } else {
+            if (!fetched) {
+                for (int k = 0; k < slots; k++) {
+                    const int i = me + k * step;
+                    if (i < items) ce_fetch(&held[i], r.body + (int64_t)i * W);
+                    if (k == half - 1) ce_batch();
+                }
+                ce_batch();
+#pragma unroll
+                for (int k = 0; k < FTK_KEPT; k++) {
+                    const int i = me + (slots + k) * step;
+                    if (i < items) kept[k] = take(r.body + (int64_t)i * W, 1);
+                }
+            }
+            float at_label[1];
+            get(at_label, r.z + r.label, 1); /* z changes behind the barriers of the sums below */
+            if (me < r.cut.head) {
+                get(one, r.z + me, 1);
+                online(top, sum, one);
+            }
+            ce_arrived<1>();
+#pragma unroll 2
+            for (int k = 0; k < slots; k++) {
+                const int i = me + k * step;
+                if (k == half) ce_arrived<0>();
+                if (i >= items) break;
+                open(v, held[i]);
+                online(top, sum, v);
+            }
+            ce_arrived<0>();
+#pragma unroll
+            for (int k = 0; k < FTK_KEPT; k++) {
+                if (me + (slots + k) * step >= items) break;
+                open(v, kept[k]);
+                online(top, sum, v);
+            }
+            for (int i = me + (slots + FTK_KEPT) * step; i < items; i += step) {
+                open(v, take(r.body + (int64_t)i * W, 1));
+                online(top, sum, v);
+            }
+            if (me < r.rest) {
+                get(one, r.body + (int64_t)items * W + me, 1);
+                online(top, sum, one);
+            }
+            const float most = block_max(top, tops);
+            sum *= exp_2((top - most) * FTK_LOG2E);
+            sum = block_sum(make_float2(sum, 0), room).x;
+            if (me == 0)
+                losses[row] = (float)(log((double)sum) + ((double)most - (double)at_label[0]));
+            top = most;
         }
-        float at_label[1];
-        get(at_label, z + label, 1); /* the sums below wait for all threads before z changes */
-        const float2 s = row_softmax(z, V, room, tops);
-        if (threadIdx.x == 0)
-            losses[row] = (float)(log((double)s.y) + ((double)s.x - (double)at_label[0]));
-        if (!grads) continue;
-        const float factor = state->factor;
-        row_gradient(z, V, s.x, factor / s.y, label, factor);
+        const ce_row<T> next = ce_row_at<T>(z_, labels, row + gridDim.x, c, V);
+        const int after = next.counts ? (int)next.cut.items : 0;
+        fetched = grads && r.counts && next.counts;
+        if (!grads || !r.counts) continue;
+        const float by = factor / sum, shift = -top * FTK_LOG2E;
+        const int64_t label = r.label - r.cut.head;
+        if (me < r.cut.head) {
+            get(one, r.z + me, 1);
+            one[0] = exp_2(fmaf(one[0], FTK_LOG2E, shift)) * by - (me == r.label ? factor : 0.0f);
+            put(r.z + me, one, 1);
+        }
+#pragma unroll 2
+        for (int k = 0; k < slots; k++) {
+            const int i = me + k * step;
+            const uint4 raw = i < items ? held[i] : make_uint4(0, 0, 0, 0);
+            if (i < after) ce_fetch(&held[i], next.body + (int64_t)i * W);
+            if (k == half - 1) ce_batch();
+            if (i < items)
+                ce_write<T, W>(r.body + (int64_t)i * W, raw, shift, by, label - (int64_t)i * W,
+                               factor);
+        }
+        ce_batch();
+#pragma unroll
+        for (int k = 0; k < FTK_KEPT; k++) {
+            const int i = me + (slots + k) * step;
+            const uint4 raw = kept[k];
+            if (i < after) kept[k] = take(next.body + (int64_t)i * W, 1);
+            if (i < items)
+                ce_write<T, W>(r.body + (int64_t)i * W, raw, shift, by, label - (int64_t)i * W,
+                               factor);
+        }
+        for (int i = me + (slots + FTK_KEPT) * step; i < items; i += step)
+            ce_write<T, W>(r.body + (int64_t)i * W, take(r.body + (int64_t)i * W, 1), shift, by,
+                           label - (int64_t)i * W, factor);
+        if (me < r.rest) {
+            const int64_t i = r.cut.head + (int64_t)items * W + me;
+            get(one, r.z + i, 1);
+            one[0] = exp_2(fmaf(one[0], FTK_LOG2E, shift)) * by - (i == r.label ? factor : 0.0f);
+            put(r.z + i, one, 1);
+        }
     }
+}
+
+/* Blocks for one wave, and places in shared memory for as much of a row as leaves room for
+   `resident` blocks on a multiprocessor. What the chip has changes the speed, not the bits. */
+template <typename T>
+static ft_status ce_tokens(cudaStream_t stream, void *z, const int32_t *labels, int64_t c,
+                           int64_t V, const ftk_ce_state *state, float *losses, int grads)
+{
+    const int threads = (int)loss_threads(V), resident = 1024 / threads;
+    const int slot_bytes = threads * 16, wanted = (int)over(V / FTK_WIDTH(T), threads);
+    int device = 0, most = 0, processors = 0;
+    cudaError_t error = cudaGetDevice(&device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (error == cudaSuccess)
+        error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    /* the kernel's own arrays, 384 bytes, and 1 KB that each block takes for itself */
+    const int slots = (int)least((most / resident - 1536) / slot_bytes, wanted);
+    const int shared = slots * slot_bytes;
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(ce_tokens_kernel<T>,
+                                     cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+    if (error != cudaSuccess) {
+        (void)cudaGetLastError();
+        return ft_error(FT_ERR_UNSUPPORTED, "ce_tokens: %s", cudaGetErrorString(error));
+    }
+    const unsigned blocks = (unsigned)least(c, (int64_t)processors * resident);
+    ce_tokens_kernel<T><<<blocks, (unsigned)threads, (size_t)shared, stream>>>(
+        z, labels, c, V, state, losses, grads, slots);
+    return launched("ce_tokens");
 }
 
 FT_API ft_status ftk_ce_tokens(void *stream, void *z, ft_dtype dtype, const int32_t *labels,
                                int64_t c, int64_t V, const ftk_ce_state *state, float *losses,
                                int grads)
 {
-    unsigned blocks = (unsigned)least(c, 1 << 30), threads = loss_threads(V);
     cudaStream_t s = (cudaStream_t)stream;
-    if (dtype == FT_BF16)
-        ce_tokens_kernel<bf16><<<blocks, threads, 0, s>>>(z, labels, c, V, state, losses, grads);
-    else ce_tokens_kernel<float><<<blocks, threads, 0, s>>>(z, labels, c, V, state, losses, grads);
-    return launched("ce_tokens");
+    if (dtype == FT_BF16) return ce_tokens<bf16>(s, z, labels, c, V, state, losses, grads);
+    return ce_tokens<float>(s, z, labels, c, V, state, losses, grads);
 }
 
 static __global__ void __launch_bounds__(1024) ce_end_kernel(const float *losses, int64_t n,

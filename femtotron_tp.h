@@ -671,8 +671,8 @@ static void ft__tp_lookup_grad_scratch(ft_op_call *call)
 {
     int64_t rows = call->out[0].shape[0], n = ft__tp_elems(&call->in[0]);
     call->workspace_bytes = (size_t)(rows + n) * 4;
-    if (call->device == FT_GPU) /* counts and ends [Vt], a counter, positions [N] */
-        call->workspace_bytes = (size_t)(2 * rows + 1 + n) * 4;
+    if (call->device == FT_GPU)
+        call->workspace_bytes = ftk_lookup_bytes(rows, n, call->out[0].shape[1]);
 }
 
 /* dtable[Vt,C] = or += (i[2]) the rows of dy[N,C] by token, in token order, each row of the table

@@ -157,13 +157,19 @@ static const op_case op_cases[] = {
     {EMBEDDING, {100, 1000, 128, 0, 0}},
     {EMBEDDING, {3000, 100, 24, 2, 0}}, {EMBEDDING, {5000, 40000, 64, 1, 0}},
     {EMBEDDING, {300, 20, 2048, 1, 0}}, {EMBEDDING, {2500, 33, 4097, 2, 0}},
-    {EMBEDDING, {1100, 9, 2056, 2, 0}},
+    {EMBEDDING, {1100, 9, 2056, 2, 0}}, {EMBEDDING, {4000, 1, 64, 0, 0}},
+    {EMBEDDING, {1500, 2100, 520, 1, 0}}, {EMBEDDING, {3000, 256, 1032, 0, 0}},
     /* rows, C */
     {RMSNORM, {1, 1, 0, 0, 0}}, {RMSNORM, {5, 1, 0, 0, 0}}, {RMSNORM, {7, 3, 0, 0, 0}},
     {RMSNORM, {300, 8, 0, 0, 0}}, {RMSNORM, {9, 127, 0, 0, 0}}, {RMSNORM, {600, 128, 0, 0, 0}},
     {RMSNORM, {2200, 64, 0, 0, 0}}, {RMSNORM, {17, 768, 0, 0, 0}}, {RMSNORM, {19, 1280, 0, 0, 0}},
     {RMSNORM, {2500, 256, 0, 0, 0}}, {RMSNORM, {70, 2048, 0, 0, 0}}, {RMSNORM, {6, 4096, 0, 0, 0}},
     {RMSNORM, {5, 4097, 0, 0, 0}}, {RMSNORM, {3, 8192, 0, 0, 0}}, {RMSNORM, {3, 8200, 0, 0, 0}},
+    /* several rows for each group of threads in backward */
+    {RMSNORM, {5000, 768, 0, 0, 0}}, {RMSNORM, {2500, 2048, 0, 0, 0}},
+    {RMSNORM, {1300, 4096, 0, 0, 0}}, {RMSNORM, {600, 8192, 0, 0, 0}},
+    {RMSNORM, {300, 16384, 0, 0, 0}}, {RMSNORM, {70000, 64, 0, 0, 0}},
+    {ADD_RMSNORM, {2500, 2048, 0, 0, 0}}, {ADD_RMSNORM, {600, 8192, 0, 0, 0}},
     {ADD_RMSNORM, {7, 3, 0, 0, 0}}, {ADD_RMSNORM, {600, 128, 0, 0, 0}},
     {ADD_RMSNORM, {70, 2048, 0, 0, 0}}, {ADD_RMSNORM, {5, 4097, 0, 0, 0}},
     {ADD_RMSNORM, {3, 16384, 0, 0, 0}}, {ADD_RMSNORM_SUM, {7, 3, 0, 0, 0}},
@@ -176,6 +182,7 @@ static const op_case op_cases[] = {
     /* B, T, H, K, D */
     {ROPE, {1, 5, 2, 1, 2}}, {ROPE, {2, 7, 3, 1, 6}}, {ROPE, {2, 33, 4, 2, 64}},
     {ROPE, {1, 20, 8, 8, 80}}, {ROPE, {1, 9, 32, 8, 128}}, {ROPE, {1, 3, 1, 1, 1024}},
+    {ROPE, {1, 6, 80, 2, 256}}, {HEAD_NORM, {2, 4000, 8, 2, 64}},
     {HEAD_NORM, {1, 5, 2, 1, 3}}, {HEAD_NORM, {2, 33, 4, 2, 64}}, {HEAD_NORM, {1, 40, 3, 3, 80}},
     {HEAD_NORM, {1, 300, 5, 1, 128}}, {HEAD_NORM, {1, 3, 2, 1, 2048}},
     {HEAD_NORM, {1, 3, 1, 1, 4096}}, {HEAD_NORM, {1, 9, 2, 2, 127}},
@@ -1001,9 +1008,8 @@ static ft_status rows_rank(ft_ctx *ctx, void *user)
     return FT_OK;
 }
 
-static ft_status ce_check(ft_ctx *ctx, ft_dtype t, int64_t V, int64_t offset)
+static ft_status ce_check(ft_ctx *ctx, ft_dtype t, int64_t c, int64_t V, int64_t offset)
 {
-    const int64_t c = 9;
     spec z_s = floats(2, c, V, 0), l_s = indices(LABELS, c, V), s_s = floats(1, 16, 0, 0);
     spec f_s = floats(1, c + 1, 0, 0);
     ft_tensor *z, *labels, *state, *losses, *fault;
@@ -1014,8 +1020,8 @@ static ft_status ce_check(ft_ctx *ctx, ft_dtype t, int64_t V, int64_t offset)
     FT_TRY(fresh(ctx, &fault, &s_s, FT_F32, 0));
     FT_TRY(ft_fill(losses, 0.5, ft_stream_get(ctx, FT_STREAM_COMPUTE)));
     void *hz = calloc((size_t)(c * V), 4), *hd = calloc((size_t)(c * V), 4);
-    int32_t hl[9];
-    float got[10], loss;
+    int32_t *hl = (int32_t *)calloc((size_t)c, 4);
+    float *got = (float *)calloc((size_t)c + 1, 4), loss;
     double total = 0, counted = 0, factor, worst = 0, size = 0;
     FT_TRY(ft_download(z, hz));
     FT_TRY(ft_download(labels, hl));
@@ -1049,16 +1055,22 @@ static ft_status ce_check(ft_ctx *ctx, ft_dtype t, int64_t V, int64_t offset)
     NEAR("the loss", (double)loss, counted > 0 ? total / counted : 0, 1e-5);
     free(hz);
     free(hd);
+    free(hl);
+    free(got);
     if (sqrt(worst) <= (t == FT_F32 ? 1e-5 : 1e-2) * sqrt(size)) return FT_OK;
     return ft_error(FT_ERR_DATA, "dz with V %lld is %.2e away", (long long)V, sqrt(worst / size));
 }
 
 static ft_status ce_rank(ft_ctx *ctx, void *user)
 {
-    static const int64_t V[] = {1, 7, 129, 1000, 5003, 50257, 32768};
+    static const struct { int64_t c, V; } sizes[] = { /* also several rows for each block */
+        {9, 1}, {9, 7}, {3000, 129}, {3000, 1000}, {9, 5003}, {1100, 5003}, {400, 50257},
+        {9, 32768}, {200, 70001}, {150, 140000}
+    };
     (void)user;
-    for (int k = 0; k < COUNT(V) * 4; k++)
-        FT_TRY(ce_check(ctx, k & 1 ? FT_BF16 : FT_F32, V[k / 4], k & 2 ? 1 : 0));
+    for (int k = 0; k < COUNT(sizes) * 4; k++)
+        FT_TRY(ce_check(ctx, k & 1 ? FT_BF16 : FT_F32, sizes[k / 4].c, sizes[k / 4].V,
+                        k & 2 ? 1 : 0));
     return FT_OK;
 }
 
@@ -1198,6 +1210,22 @@ static ft_status timed(const char *name, launcher fn, ft_op_call *call, double b
     return FT_OK;
 }
 
+/* bf16 is random, as constants may move faster: a piece of 1 MiB, then copies of what is there. */
+static ft_status bench_random(ft_tensor *t)
+{
+    size_t have = ft_bytes(t) < (1u << 20) ? ft_bytes(t) : 1u << 20;
+    uint16_t *host = (uint16_t *)malloc(have);
+    for (size_t i = 0; i < have / 2; i++) host[i] = ft_bf16_from_f32((float)uniform());
+    cudaMemcpy(ft_data(t), host, have, cudaMemcpyHostToDevice);
+    free(host);
+    while (have < ft_bytes(t)) {
+        size_t more = ft_bytes(t) - have < have ? ft_bytes(t) - have : have;
+        cudaMemcpy((char *)ft_data(t) + have, ft_data(t), more, cudaMemcpyDeviceToDevice);
+        have += more;
+    }
+    return device_done();
+}
+
 static ft_status bench_tensor(ft_ctx *ctx, ft_tensor **t, ft_dtype dtype, int64_t a, int64_t b)
 {
     int64_t shape[2];
@@ -1205,6 +1233,7 @@ static ft_status bench_tensor(ft_ctx *ctx, ft_tensor **t, ft_dtype dtype, int64_
     shape[1] = b;
     if (!b) FT_TRY(ft_tensor_create(ctx, t, dtype, 1, shape, FT_TAG_PARAM));
     else FT_TRY(ft_tensor_create(ctx, t, dtype, 2, shape, FT_TAG_PARAM));
+    if (dtype == FT_BF16) return bench_random(*t);
     return ft_fill(*t, dtype == FT_I32 ? 1 : 0.5, ft_stream_get(ctx, FT_STREAM_COMPUTE));
 }
 
@@ -1461,9 +1490,11 @@ static ft_status bench_rank(ft_ctx *ctx, void *user)
     FT_TRY(timed("silu", ftk_silu_forward, &call, 4.0 * (double)(N * 8192)));
     ft_tensor_free(a);
     ft_tensor_free(b);
-    FT_TRY(bench_norms(ctx, N, 768));
+    FT_TRY(bench_norms(ctx, N, 768)); /* 25 MB a tensor, some of which the L2 cache keeps */
     FT_TRY(bench_norms(ctx, N, 2048));
-    FT_TRY(bench_norms(ctx, N, 4096));
+    FT_TRY(bench_norms(ctx, 8 * N, 768)); /* from here on 201 to 268 MB, which it does not */
+    FT_TRY(bench_norms(ctx, 4 * N, 2048));
+    FT_TRY(bench_norms(ctx, 2 * N, 4096));
     FT_TRY(bench_norms(ctx, N, 8192));
     FT_TRY(bench_swiglu(ctx, N, 8192));
     FT_TRY(bench_rope(ctx, 32, 8, 64));
@@ -1474,6 +1505,8 @@ static ft_status bench_rank(ft_ctx *ctx, void *user)
     FT_TRY(bench_ce(ctx, 2048, 50257));
     FT_TRY(bench_embedding(ctx, N, 128256, 2048, "uniform tokens", 0));
     FT_TRY(bench_embedding(ctx, N, 128256, 2048, "skewed tokens", 1));
+    FT_TRY(bench_embedding(ctx, N, 256, 2048, "skewed bytes", 1));
+    FT_TRY(bench_embedding(ctx, 4 * N, 256, 2048, "skewed bytes, more of them", 1));
     return bench_embedding(ctx, N, 128256, 2048, "one token only", 2);
 }
 
