@@ -2447,12 +2447,10 @@ FT_API ft_status ftk_tp_lookup_grad(const ft_op_call *call)
 
    Rows z[c,V] of logits: loss = log sum exp(z) - z[label], dz = factor (softmax(z) - onehot). A
    block a row. One pass makes the maximum and the sum together: a thread that meets a new maximum
-   scales its sum (Milakov and Gimelshein 2018); a second pass, with grads, writes dz over z. Moves
-   2 V elements, and takes two exponentials of each, 9 us of an H200's multiprocessor at V = 128256
-   beside the 16 us that its share of the bandwidth takes: they hide only if the next row is on its
-   way meanwhile. See ce_tokens_kernel; the other kernels read the row again from the L2 cache. Rows
-   begin anywhere where V is odd, so what stands before the first and behind the last 16-byte
-   boundary is taken singly. exp(x) is ex2(x log2 e): 2 ulp. */
+   scales its sum (Milakov and Gimelshein 2018); a second pass, with grads, writes dz over z. Reads
+   V elements twice, the second time out of the L2 cache, and writes them once: 3 V elements, of
+   which 2 V go to memory. Rows begin anywhere where V is odd, so what stands before the first and
+   behind the last 16-byte boundary is taken singly. exp(x) is ex2(x log2 e): 2 ulp. */
 
 #define FTK_LOG2E 1.4426950408889634f
 #define FTK_LEAST (-1.0e38f) /* below all logits; its product with log2 e is still finite */
@@ -2484,10 +2482,9 @@ static __device__ __forceinline__ void online(float &top, float &sum, const floa
 {
     float m = v[0];
     for (int j = 1; j < W; j++) m = fmaxf(m, v[j]);
-    if (m > top) {
-        sum *= exp_2((top - m) * FTK_LOG2E);
-        top = m;
-    }
+    m = fmaxf(m, top);
+    sum *= exp_2((top - m) * FTK_LOG2E);
+    top = m;
     const float shift = -top * FTK_LOG2E;
     for (int j = 0; j < W; j++) sum += exp_2(fmaf(v[j], FTK_LOG2E, shift));
 }
@@ -2551,9 +2548,8 @@ static __device__ void row_gradient(T *z, int64_t n, float most, float by, int64
             if (i + d * step >= cut.items) break;
             const int64_t label = at - cut.head - (i + d * step) * W;
             open(v, raw[d]);
-            for (int j = 0; j < W; j++) v[j] = exp_2(fmaf(v[j], FTK_LOG2E, shift)) * by;
-            if (label >= 0 && label < W)
-                for (int j = 0; j < W; j++) v[j] -= j == label ? factor : 0.0f;
+            for (int j = 0; j < W; j++)
+                v[j] = exp_2(fmaf(v[j], FTK_LOG2E, shift)) * by - (j == label ? factor : 0.0f);
             put(body + (i + d * step) * W, v, 1);
         }
     }
@@ -2620,220 +2616,43 @@ FT_API ft_status ftk_ce_begin(void *stream, ftk_ce_state *state, const int32_t *
     return launched("ce_begin");
 }
 
-/* 16 bytes of the row, asynchronously, into this thread's own place in shared memory: who waits for
-   its own copies needs no barrier. Copies are waited for in batches, in the order of issue. */
-static __device__ __forceinline__ void ce_fetch(uint4 *to, const void *from)
-{
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                     (unsigned)__cvta_generic_to_shared(to)),
-                 "l"(from)
-                 : "memory");
-}
-static __device__ __forceinline__ void ce_batch(void)
-{
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-template <int N> static __device__ __forceinline__ void ce_arrived(void) /* all but N batches */
-{
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
-}
-
-/* A row as ce_tokens_kernel sees it. Item k of this thread is the row's item threadIdx.x + k *
-   blockDim.x: the first `slots` lie in shared memory, the next FTK_KEPT in registers. */
-enum { FTK_KEPT = 2 };
-
-template <typename T> struct ce_row {
-    T *z, *body;
-    row_cut cut;
-    int64_t row, rest; /* elements behind the last whole item */
-    int32_t label;
-    bool counts; /* false: ignored, or a fault that ce_begin has noted; and of no row */
-};
-
-template <typename T>
-static __device__ __forceinline__ ce_row<T> ce_row_at(void *z, const int32_t *labels, int64_t row,
-                                                      int64_t c, int64_t V)
-{
-    ce_row<T> r;
-    r.row = row;
-    r.z = (T *)z + row * V;
-    r.cut = cut_row(r.z, V);
-    r.body = r.z + r.cut.head;
-    r.rest = V - r.cut.head - r.cut.items * FTK_WIDTH(T);
-    r.label = row < c ? labels[row] : FTK_IGNORE;
-    r.counts = r.label >= 0 && r.label < V;
-    return r;
-}
-
-/* One item's gradient, and its store. `at`: the label's element, counted from the item's first. */
-template <typename T, int W>
-static __device__ __forceinline__ void ce_write(T *to, uint4 raw, float shift, float by, int64_t at,
-                                                float factor)
-{
-    float v[W];
-    open(v, raw);
-    for (int j = 0; j < W; j++) v[j] = exp_2(fmaf(v[j], FTK_LOG2E, shift)) * by;
-    if (at >= 0 && at < W)
-        for (int j = 0; j < W; j++) v[j] -= j == at ? factor : 0.0f;
-    put(to, v, 1);
-}
-
-/* Block b takes rows b, b + gridDim, ... A row is read once if it has at most slots + FTK_KEPT
-   items a thread; the items behind those are read twice. With grads, as soon as an item's gradient
-   has been made, its place takes the same item of the next row, so that reading, exponentials and
-   writing go on together. The order of the sums is that of the items wherever they lie. */
 template <typename T>
 static __global__ void __launch_bounds__(1024) ce_tokens_kernel(void *z_, const int32_t *labels,
                                                                 int64_t c, int64_t V,
                                                                 const ftk_ce_state *state,
-                                                                float *losses, int grads, int slots)
+                                                                float *losses, int grads)
 {
-    constexpr int W = FTK_WIDTH(T);
     __shared__ float2 room[32];
     __shared__ float tops[32];
-    extern __shared__ __align__(16) uint4 held[]; /* [slots][threads] */
-    const int me = (int)threadIdx.x, step = (int)blockDim.x, half = slots / 2;
-    const float factor = state->factor;
-    uint4 kept[FTK_KEPT];
-    bool fetched = false; /* this row's items are under way */
     for (int64_t row = blockIdx.x; row < c; row += gridDim.x) {
-        const ce_row<T> r = ce_row_at<T>(z_, labels, row, c, V);
-        const int items = (int)r.cut.items;
-        float top = FTK_LEAST, sum = 0, one[1], v[W];
-        if (!r.counts) {
-            if (me == 0) losses[row] = 0;
-            if (grads) row_clear(r.z, V);
-        } else {
-            if (!fetched) {
-                for (int k = 0; k < slots; k++) {
-                    const int i = me + k * step;
-                    if (i < items) ce_fetch(&held[i], r.body + (int64_t)i * W);
-                    if (k == half - 1) ce_batch();
-                }
-                ce_batch();
-#pragma unroll
-                for (int k = 0; k < FTK_KEPT; k++) {
-                    const int i = me + (slots + k) * step;
-                    if (i < items) kept[k] = take(r.body + (int64_t)i * W, 1);
-                }
-            }
-            float at_label[1];
-            get(at_label, r.z + r.label, 1); /* z changes behind the barriers of the sums below */
-            if (me < r.cut.head) {
-                get(one, r.z + me, 1);
-                online(top, sum, one);
-            }
-            ce_arrived<1>();
-#pragma unroll 2
-            for (int k = 0; k < slots; k++) {
-                const int i = me + k * step;
-                if (k == half) ce_arrived<0>();
-                if (i >= items) break;
-                open(v, held[i]);
-                online(top, sum, v);
-            }
-            ce_arrived<0>();
-#pragma unroll
-            for (int k = 0; k < FTK_KEPT; k++) {
-                if (me + (slots + k) * step >= items) break;
-                open(v, kept[k]);
-                online(top, sum, v);
-            }
-            for (int i = me + (slots + FTK_KEPT) * step; i < items; i += step) {
-                open(v, take(r.body + (int64_t)i * W, 1));
-                online(top, sum, v);
-            }
-            if (me < r.rest) {
-                get(one, r.body + (int64_t)items * W + me, 1);
-                online(top, sum, one);
-            }
-            const float most = block_max(top, tops);
-            sum *= exp_2((top - most) * FTK_LOG2E);
-            sum = block_sum(make_float2(sum, 0), room).x;
-            if (me == 0)
-                losses[row] = (float)(log((double)sum) + ((double)most - (double)at_label[0]));
-            top = most;
+        T *z = (T *)z_ + row * V;
+        const int32_t label = labels[row];
+        if (label < 0 || label >= V) { /* ignored, or a fault that ce_begin has noted */
+            if (threadIdx.x == 0) losses[row] = 0;
+            if (grads) row_clear(z, V);
+            continue;
         }
-        const ce_row<T> next = ce_row_at<T>(z_, labels, row + gridDim.x, c, V);
-        const int after = next.counts ? (int)next.cut.items : 0;
-        fetched = grads && r.counts && next.counts;
-        if (!grads || !r.counts) continue;
-        const float by = factor / sum, shift = -top * FTK_LOG2E;
-        const int64_t label = r.label - r.cut.head;
-        if (me < r.cut.head) {
-            get(one, r.z + me, 1);
-            one[0] = exp_2(fmaf(one[0], FTK_LOG2E, shift)) * by - (me == r.label ? factor : 0.0f);
-            put(r.z + me, one, 1);
-        }
-#pragma unroll 2
-        for (int k = 0; k < slots; k++) {
-            const int i = me + k * step;
-            const uint4 raw = i < items ? held[i] : make_uint4(0, 0, 0, 0);
-            if (i < after) ce_fetch(&held[i], next.body + (int64_t)i * W);
-            if (k == half - 1) ce_batch();
-            if (i < items)
-                ce_write<T, W>(r.body + (int64_t)i * W, raw, shift, by, label - (int64_t)i * W,
-                               factor);
-        }
-        ce_batch();
-#pragma unroll
-        for (int k = 0; k < FTK_KEPT; k++) {
-            const int i = me + (slots + k) * step;
-            const uint4 raw = kept[k];
-            if (i < after) kept[k] = take(next.body + (int64_t)i * W, 1);
-            if (i < items)
-                ce_write<T, W>(r.body + (int64_t)i * W, raw, shift, by, label - (int64_t)i * W,
-                               factor);
-        }
-        for (int i = me + (slots + FTK_KEPT) * step; i < items; i += step)
-            ce_write<T, W>(r.body + (int64_t)i * W, take(r.body + (int64_t)i * W, 1), shift, by,
-                           label - (int64_t)i * W, factor);
-        if (me < r.rest) {
-            const int64_t i = r.cut.head + (int64_t)items * W + me;
-            get(one, r.z + i, 1);
-            one[0] = exp_2(fmaf(one[0], FTK_LOG2E, shift)) * by - (i == r.label ? factor : 0.0f);
-            put(r.z + i, one, 1);
-        }
+        float at_label[1];
+        get(at_label, z + label, 1); /* the sums below wait for all threads before z changes */
+        const float2 s = row_softmax(z, V, room, tops);
+        if (threadIdx.x == 0)
+            losses[row] = (float)(log((double)s.y) + ((double)s.x - (double)at_label[0]));
+        if (!grads) continue;
+        const float factor = state->factor;
+        row_gradient(z, V, s.x, factor / s.y, label, factor);
     }
-}
-
-/* Blocks for one wave, and places in shared memory for as much of a row as leaves room for
-   `resident` blocks on a multiprocessor. What the chip has changes the speed, not the bits. */
-template <typename T>
-static ft_status ce_tokens(cudaStream_t stream, void *z, const int32_t *labels, int64_t c,
-                           int64_t V, const ftk_ce_state *state, float *losses, int grads)
-{
-    const int threads = (int)loss_threads(V), resident = 1024 / threads;
-    const int slot_bytes = threads * 16, wanted = (int)over(V / FTK_WIDTH(T), threads);
-    int device = 0, most = 0, processors = 0;
-    cudaError_t error = cudaGetDevice(&device);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (error == cudaSuccess)
-        error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    /* the kernel's own arrays, 384 bytes, and 1 KB that each block takes for itself */
-    const int slots = (int)least((most / resident - 1536) / slot_bytes, wanted);
-    const int shared = slots * slot_bytes;
-    if (error == cudaSuccess)
-        error = cudaFuncSetAttribute(ce_tokens_kernel<T>,
-                                     cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
-    if (error != cudaSuccess) {
-        (void)cudaGetLastError();
-        return ft_error(FT_ERR_UNSUPPORTED, "ce_tokens: %s", cudaGetErrorString(error));
-    }
-    const unsigned blocks = (unsigned)least(c, (int64_t)processors * resident);
-    ce_tokens_kernel<T><<<blocks, (unsigned)threads, (size_t)shared, stream>>>(
-        z, labels, c, V, state, losses, grads, slots);
-    return launched("ce_tokens");
 }
 
 FT_API ft_status ftk_ce_tokens(void *stream, void *z, ft_dtype dtype, const int32_t *labels,
                                int64_t c, int64_t V, const ftk_ce_state *state, float *losses,
                                int grads)
 {
+    unsigned blocks = (unsigned)least(c, 1 << 30), threads = loss_threads(V);
     cudaStream_t s = (cudaStream_t)stream;
-    if (dtype == FT_BF16) return ce_tokens<bf16>(s, z, labels, c, V, state, losses, grads);
-    return ce_tokens<float>(s, z, labels, c, V, state, losses, grads);
+    if (dtype == FT_BF16)
+        ce_tokens_kernel<bf16><<<blocks, threads, 0, s>>>(z, labels, c, V, state, losses, grads);
+    else ce_tokens_kernel<float><<<blocks, threads, 0, s>>>(z, labels, c, V, state, losses, grads);
+    return launched("ce_tokens");
 }
 
 static __global__ void __launch_bounds__(1024) ce_end_kernel(const float *losses, int64_t n,
