@@ -545,10 +545,10 @@ static float ft__io_float_of_bits(uint32_t bits)
     return value;
 }
 
-static float ft__io_float_of_f16(uint16_t half)
+static float ft__io_float_of_f16(uint16_t bits)
 {
-    const uint32_t sign = (uint32_t)(half >> 15) << 31;
-    const uint32_t exponent = (half >> 10) & 31u, mantissa = half & 1023u;
+    const uint32_t sign = (uint32_t)(bits >> 15) << 31;
+    const uint32_t exponent = (bits >> 10) & 31u, mantissa = bits & 1023u;
     if (exponent == 31) return ft__io_float_of_bits(sign | 0x7f800000u | mantissa << 13);
     if (exponent > 0) return ft__io_float_of_bits(sign | (exponent + 112) << 23 | mantissa << 13);
     /* Subnormal, or zero with its sign: mantissa * 2^-24, exact in fp32. */
@@ -585,15 +585,15 @@ FT_API ft_status ft_io_read_float(const ft_io_tensor *tensor, int64_t first, int
         return FT_OK;
     }
     for (int64_t i = 0; i < n; i++, from += width) {
-        uint16_t half;
+        uint16_t bits;
         double wide;
         if (dtype == FT_IO_F64) {
             memcpy(&wide, from, sizeof wide);
             values[i] = (float)wide;
         } else {
-            memcpy(&half, from, sizeof half);
-            values[i] = dtype == FT_IO_BF16 ? ft__io_float_of_bits((uint32_t)half << 16)
-                                            : ft__io_float_of_f16(half);
+            memcpy(&bits, from, sizeof bits);
+            values[i] = dtype == FT_IO_BF16 ? ft__io_float_of_bits((uint32_t)bits << 16)
+                                            : ft__io_float_of_f16(bits);
         }
     }
     return FT_OK;
@@ -2658,23 +2658,23 @@ FT_API int64_t ft_io_permute(uint64_t seed, int64_t epoch, int64_t n, int64_t i)
     enum { ROUNDS = 12 };
     const uint64_t golden = 0x9e3779b97f4a7c15u;
     const uint64_t key = ft__io_mix(ft__io_mix(seed + golden) ^ (uint64_t)epoch);
-    int half = 1; /* bits of each half: the least with 4^half >= n */
+    int side = 1; /* bits of each side: the least with 4^side >= n */
     if (i < 0 || i >= n) return -1;
-    while (half < 32 && (uint64_t)1 << 2 * half < (uint64_t)n) half++;
-    const uint64_t mask = ((uint64_t)1 << half) - 1;
+    while (side < 32 && (uint64_t)1 << 2 * side < (uint64_t)n) side++;
+    const uint64_t mask = ((uint64_t)1 << side) - 1;
     uint64_t x = (uint64_t)i;
-    /* A round is a bijection of the pair whatever its hash, so the network permutes 0..4^half - 1.
+    /* A round is a bijection of the pair whatever its hash, so the network permutes 0..4^side - 1.
        The cycle through i comes back to i < n at the latest, so the walk ends; and following cycles
-       until they re-enter 0..n-1 is again a bijection. 4^half <= 4n: 4 steps or fewer in the mean.
+       until they re-enter 0..n-1 is again a bijection. 4^side <= 4n: 4 steps or fewer in the mean.
     */
     do {
-        uint64_t left = x >> half, right = x & mask;
+        uint64_t left = x >> side, right = x & mask;
         for (uint64_t round = 1; round <= ROUNDS; round++) {
             const uint64_t next = left ^ (ft__io_mix(right ^ (key + round * golden)) & mask);
             left = right;
             right = next;
         }
-        x = left << half | right;
+        x = left << side | right;
     } while (x >= (uint64_t)n);
     return (int64_t)x;
 }

@@ -3,11 +3,11 @@
    Build:  cc -std=c11 -O2 -I. examples/11_llama_3d.c -o build/11_llama_3d -lm -lpthread
    Run:    build/11_llama_3d
 
-      step 10  loss 3.220  norm 1.896
-      step 20  loss 1.473  norm 1.356
+      step 10  loss 3.257  norm 1.899
+      step 20  loss 1.452  norm 1.409
       peak 5296384: param 985344 grad 985344 optim 1970688 act 1217024
-      step 10  loss 3.220  norm 1.896
-      step 20  loss 1.473  norm 1.356
+      step 10  loss 3.257  norm 1.899
+      step 20  loss 1.452  norm 1.409
       peak 1147136: param 123392 grad 337408 optim 246784 act 226304 gather 214016
       360448 bytes sent a step: tp
           84 bytes sent a step: zero scalars
