@@ -192,14 +192,16 @@ FT_API ft_status ft_launch(const ft_config *config, ft_rank_fn fn, void *user);
 FT_API ft_status ft_launch_env(const ft_config *config, ft_rank_fn fn, void *user);
 /* This process is one rank of many: torchrun, mpirun or srun started them, and their variables say
    which and of how many (RANK WORLD_SIZE LOCAL_RANK; OMPI_COMM_WORLD_RANK ...; PMI_RANK ...;
-   SLURM_PROCID ...). config.device is FT_GPU, the GPU is that of the local rank, NCCL carries the
-   traffic. The processes meet at NCCL_COMM_ID=host:port, a free port of rank 0's host; where it is
-   not set, at the port after MASTER_PORT of MASTER_ADDR, or, all on one host, at 127.0.0.1:29517.
-   Returns when this rank has ended, as ft_launch does. Collectives that do not end within
-   config.timeout_s fail the rank, with a line that names operation, group and sizes. FT_ERR_ARG
-   where no launcher's variables are set. */
+   SLURM_PROCID SLURM_STEP_NUM_TASKS ...). config.device is FT_GPU, the GPU is that of the local
+   rank, NCCL carries the traffic. The processes meet at NCCL_COMM_ID=host:port, a free port of rank
+   0's host; where it is not set, at the port after MASTER_PORT of MASTER_ADDR, or, all on one host,
+   at 127.0.0.1:29517. Returns when this rank has ended, as ft_launch does; NCCL_COMM_ID is then
+   unset. Collectives that do not end within config.timeout_s fail the rank, with a line that names
+   operation, group and sizes. FT_ERR_ARG where no launcher's variables are set. */
 FT_API int ft_env_rank(void);
-/* The rank that such variables give this process; -1 where there are none. */
+FT_API int ft_env_local_rank(void);
+/* The rank that such variables give this process, and its rank among those of its host; -1 where
+   there are none. */
 
 FT_API ft_status ft_gpu_count(int *gpus);
 /* How many GPUs are visible; 0 in a build without FT_CUDA, or where there is no driver. */
@@ -306,11 +308,11 @@ FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events);
 FT_API void ft_mem_timeline_clear(ft_ctx *ctx);
 /* Forgets the events and the spans so far: to keep the last step alone. Open spans begin here. */
 
-typedef struct ft_span { /* a stretch of the program: an action of a pipeline, the optimizer's step */
+typedef struct ft_span { /* a stretch of the program: a pipeline's action, the optimizer's step */
     const char *name;
     int micro_batch, chunk;          /* -1: none */
     double begin_s, end_s;           /* of the host, since the rank began */
-    int64_t begin_event, end_event;  /* events of the timeline before its begin, and before its end */
+    int64_t begin_event, end_event;  /* events of the timeline before its begin, before its end */
 } ft_span;
 
 FT_API ft_status ft_span_begin(ft_ctx *ctx, const char *name, int micro_batch, int chunk);
@@ -334,7 +336,7 @@ FT_API int64_t ft_spans(const ft_ctx *ctx, const ft_span **spans);
                (config.mem_plan), and ft_mem_plan_place finds the offsets. Fixed addresses; held
                bytes within a few percent of the peak.
    An arena's program says where its repeating parts begin and end (ft_mem_phase_begin, _end):
-   "step", "eval". What comes before the first phase is the set-up; what the set-up leaves live stays where
+   "step", "eval". What comes before the first phase is the set-up; what that leaves live stays where
    it is, and phases share the rest, because they run one at a time. Each phase needs to be recorded
    once, however often it runs. Outside phases, after the set-up, the caching allocator serves.
 
@@ -352,8 +354,8 @@ FT_API ft_status ft_mem_phase_end(ft_ctx *ctx);
 
 FT_API ft_status ft_mem_plan_create(int world, ft_mem_plan **out);
 FT_API void ft_mem_plan_free(ft_mem_plan *plan);
-/* After the launches that use it. NULL is allowed. Host memory: 80 bytes an allocation and rank,
-   ranks that are alike counted once after placing. */
+/* After the launches that use it. NULL is allowed. Host memory: 64 to 128 bytes an allocation
+   and rank, ranks that are alike counted once after placing. */
 FT_API ft_status ft_mem_plan_place(ft_mem_plan *plan);
 /* After a launch on meta that recorded: finds an offset for every allocation. Dynamic storage
    allocation is NP-hard (Garey and Johnson 1979, SR2); this places by best or first fit in several
@@ -512,8 +514,9 @@ FT_API ft_status ft_mesh_group(ft_ctx *ctx, const ft_mesh *mesh, ft_axis axis, c
 /* Collectives. All run on `stream`, in the stream's order; all members must queue the same sequence
    with the same sizes and dtypes: otherwise every member gets FT_ERR_COMM naming ranks and sizes. A
    collective is over on a stream only when the peers have read this rank's buffers. Sums add in
-   rank order in fp32 and round once to the dtype. `sent` = bytes this rank puts on the wire, with
-   N = bytes of the whole tensor; it is counted per group and kind. */
+   rank order in fp32 and round once to the dtype. (Over NCCL sums are its own, which agree to the
+   bit for two ranks, and sizes that disagree end in FT_ERR_TIMEOUT.) `sent` = bytes this rank puts
+   on the wire, with N = bytes of the whole tensor; it is counted per group and kind. */
 FT_API ft_status ft_all_gather(ft_group *group, ft_stream *stream, const ft_tensor *shard,
                                ft_tensor *full);
 /* full[R * n] = the members' shard[n] in group order. In place if shard is a view of full at this
@@ -1060,8 +1063,9 @@ static void ft__blas_begin(void);
 
 /* What the parts above the device ask of gpu.impl. Memory is device memory, work is queued on the
    stream, and none of them waits, but sync and download. */
-enum { FT__NCCL_ID_BYTES = 128, FT__NCCL_GROUPS = 64, FT__NCCL_WORDS = 8194 };
-enum { FT__GPU_PEERS = 256 };  /* the most ranks of a group on FT_GPU: ftk_sum's limit */
+enum { FT__NCCL_ID_BYTES = 128, FT__NCCL_GROUPS = 64 };
+enum { FT__NCCL_WORDS = 8195 }; /* a pair of this rank's, 4096 pairs, and one for barriers */
+enum { FT__GPU_PEERS = 256 };   /* ranks that read each other's memory: ftk_sum's limit */
 enum { FT__READY = 0, FT__HALF, FT__DONE, FT__SIGNALS }; /* moments of a collective, events here */
 static ft_status ft__gpu_check(ft_config *config);
 static ft_status ft__nccl_begin(ft_ctx *ctx);
@@ -1069,7 +1073,7 @@ static void ft__nccl_end(ft_ctx *ctx);
 static ft_status ft__nccl_id(void *id, size_t id_bytes);
 static ft_status ft__nccl_check(const ft_config *config, int own_rank);
 static ft_status ft__gpu_table_open(const ft_config *config, ft__gpu_table **out);
-static ft_status ft__gpu_table_close(ft__gpu_table *table);
+static ft_status ft__gpu_table_close(ft__gpu_table *table, int own);
 static ft_status ft__gpu_begin(ft_ctx *ctx);
 static void ft__gpu_end(ft_ctx *ctx);
 static uint64_t ft__gpu_record(ft_stream *s);
@@ -1321,6 +1325,10 @@ static ft_status ft__config_check(const ft_config *c)
     if (c->transport != FT_TRANSPORT_LOCAL && c->transport != FT_TRANSPORT_NCCL) {
         return ft_error(FT_ERR_ARG, "ft_launch: transport is %d, it must be FT_TRANSPORT_LOCAL or "
                         "FT_TRANSPORT_NCCL", (int)c->transport);
+    }
+    if (c->transport == FT_TRANSPORT_NCCL && c->device == FT_CPU) {
+        return ft_error(FT_ERR_UNSUPPORTED, "ft_launch: NCCL connects GPUs; ranks on FT_CPU need "
+                        "FT_TRANSPORT_LOCAL");
     }
     if (c->gpus < 0 || c->ranks_per_gpu < 0) {
         return ft_error(FT_ERR_ARG, "ft_launch: gpus is %d and ranks_per_gpu %d, neither can be "
@@ -1576,11 +1584,11 @@ static ft_status ft__launch(const ft_config *config, ft_rank_fn fn, void *user, 
     world.fn = fn;
     world.user = user;
     if (world.config.device == FT_GPU && world.config.transport == FT_TRANSPORT_NCCL) {
+        FT_TRY(ft__nccl_check(&world.config, own_rank));
         if (own_rank < 0) {
             FT_TRY(ft__nccl_id(id, sizeof id));
             world.nccl_id = id;
         }
-        FT_TRY(ft__nccl_check(&world.config, own_rank));
     }
     if (pthread_mutex_init(&world.lock, NULL) != 0) {
         return ft_error(FT_ERR_OOM, "ft_launch: the system has no mutex left");
@@ -1588,8 +1596,8 @@ static ft_status ft__launch(const ft_config *config, ft_rank_fn fn, void *user, 
     ft__blas_begin();
     ft_status status = ft__gpu_table_open(&world.config, &world.table);
     if (status == FT_OK) status = ft__world_run(&world);
-    if (status == FT_OK) status = ft__gpu_table_close(world.table);
-    else (void)ft__gpu_table_close(world.table);
+    if (status == FT_OK) status = ft__gpu_table_close(world.table, own_rank <= 0);
+    else (void)ft__gpu_table_close(world.table, own_rank <= 0);
     pthread_mutex_destroy(&world.lock);
     return status;
 }
@@ -1607,7 +1615,7 @@ static const ft__launcher ft__launchers[] = {
     {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
      "OMPI_COMM_WORLD_LOCAL_SIZE"},
     {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
-    {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"}
+    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", NULL} /* srun's own, not a batch's */
 };
 
 static const ft__launcher *ft__launcher_find(void)
@@ -1616,6 +1624,14 @@ static const ft__launcher *ft__launcher_find(void)
         if (getenv(ft__launchers[i].rank) && getenv(ft__launchers[i].world))
             return &ft__launchers[i];
     return NULL;
+}
+
+int ft_env_local_rank(void)
+{
+    int local = 0;
+    const ft__launcher *from = ft__launcher_find();
+    return from && getenv(from->local) &&
+           ft__env_int(from->local, FT__MAX_WORLD - 1, &local) == FT_OK ? local : -1;
 }
 
 int ft_env_rank(void)
@@ -1639,7 +1655,8 @@ static ft_status ft__env_meeting(int world, int locals)
         snprintf(text, sizeof text, "127.0.0.1:29517");
     else
         return ft_error(FT_ERR_ARG, "%d processes on several hosts do not know where to meet: set "
-                        "NCCL_COMM_ID=HOST:PORT, a free port of rank 0's host, alike for all", world);
+                        "NCCL_COMM_ID=HOST:PORT, a free port of rank 0's host, the same for all",
+                        world);
     if (setenv("NCCL_COMM_ID", text, 1) != 0)
         return ft_error(FT_ERR_OOM, "the environment has no room for NCCL_COMM_ID");
     return FT_OK;
@@ -1652,15 +1669,21 @@ ft_status ft_launch_env(const ft_config *config, ft_rank_fn fn, void *user)
     const ft__launcher *from = ft__launcher_find();
     if (!config) return ft_error(FT_ERR_ARG, "ft_launch_env: config is NULL");
     if (!from)
-        return ft_error(FT_ERR_ARG, "ft_launch_env: neither torchrun nor mpirun nor srun has started "
-                        "this process: RANK and WORLD_SIZE are not set; ft_launch runs ranks as "
-                        "threads");
+        return ft_error(FT_ERR_ARG, "ft_launch_env: neither torchrun nor mpirun nor srun has "
+                        "started this process: RANK and WORLD_SIZE are not set; ft_launch "
+                        "runs ranks as threads");
     FT_TRY(ft__env_int(from->rank, FT__MAX_WORLD - 1, &rank));
     FT_TRY(ft__env_int(from->world, FT__MAX_WORLD, &world));
-    local = rank;
-    locals = world;
+    if (!getenv(from->local))
+        return ft_error(FT_ERR_ARG, "ft_launch_env: %s is set but not %s, which says which GPU of "
+                        "the host is this process's", from->rank, from->local);
     FT_TRY(ft__env_int(from->local, FT__MAX_WORLD - 1, &local));
-    FT_TRY(ft__env_int(from->locals, FT__MAX_WORLD, &locals));
+    if (from->locals) FT_TRY(ft__env_int(from->locals, FT__MAX_WORLD, &locals));
+    else {
+        int nodes = 0;
+        FT_TRY(ft__env_int("SLURM_STEP_NUM_NODES", FT__MAX_WORLD, &nodes));
+        locals = nodes == 1 ? world : 0;
+    }
     if (rank >= world)
         return ft_error(FT_ERR_ARG, "ft_launch_env: %s is %d and %s is %d", from->rank, rank,
                         from->world, world);
@@ -1669,8 +1692,8 @@ ft_status ft_launch_env(const ft_config *config, ft_rank_fn fn, void *user)
         return ft_error(FT_ERR_ARG, "ft_launch_env: the program is for %d ranks, %s says %d",
                         c.world, from->world, world);
     if (c.device != FT_GPU)
-        return ft_error(FT_ERR_UNSUPPORTED, "ft_launch_env: processes talk over NCCL, between GPUs: "
-                        "set config.device to FT_GPU, or use ft_launch");
+        return ft_error(FT_ERR_UNSUPPORTED, "ft_launch_env: processes talk over NCCL, between "
+                        "GPUs: set config.device to FT_GPU, or use ft_launch");
     c.world = world;
     c.transport = FT_TRANSPORT_NCCL;
     FT_TRY(ft__env_meeting(world, locals));
@@ -2008,7 +2031,7 @@ struct ft__comm {
     unsigned char *arrived;   /* [n] the member waits in `meet` */
     ft__post *posts;          /* [n] stable from meet to pass */
     ft__message **inbox;      /* [n] unread messages, oldest first */
-    void *(*signals)[FT__SIGNALS]; /* [n] FT_GPU: each member's events, stable from its joining on */
+    void *(*signals)[FT__SIGNALS]; /* [n] FT_GPU: each member's events, from its joining on */
     int n_arrived, n_passed;
     int exchanging;           /* members inside an exchange */
     uint64_t meets, passes;   /* completed */
@@ -2170,7 +2193,7 @@ ft_status ft_group_create(ft_ctx *ctx, const char *name, int n, const int *ranks
     }
     *out = NULL;
     FT_TRY(ft__group_check(ctx, name, n, ranks, &member));
-    if (ctx->device == FT_GPU && n > FT__GPU_PEERS)
+    if (ctx->device == FT_GPU && !ft__over_nccl(ctx) && n > FT__GPU_PEERS)
         return ft_error(FT_ERR_UNSUPPORTED, "group \"%s\": %d ranks; on FT_GPU a group has at most "
                         "%d", name, n, FT__GPU_PEERS);
     ft_group *g = (ft_group *)ft__zalloc(sizeof *g);
@@ -2910,7 +2933,10 @@ static ft_status ft__message_finish(ft_group *g, ft_stream *s, ft__message *m, f
     }
     if (m->state == FT__UNREAD) ft__message_unlink(c, m);
     while (m->state == FT__READING) pthread_cond_wait(&c->wake, &g->ctx->world->lock);
-    if (status == FT_OK && s->ctx->device == FT_GPU) status = ft__gpu_await(s, m->signal);
+    if (m->state == FT__READ && s->ctx->device == FT_GPU) { /* the copy is queued */
+        ft_status waited = ft__gpu_await(s, m->signal);
+        if (status == FT_OK) status = waited;
+    }
     return status;
 }
 
@@ -3339,7 +3365,7 @@ struct ft__phase {
 typedef struct ft__rank_plan {
     ft__phase phases[FT__MAX_PHASES];
     int n_phases;                /* 0: this rank did not run */
-    int same_as;                 /* a lower rank whose phases, the same as this one's, stand for both */
+    int same_as;                 /* a lower rank whose phases, the same as these, stand for both */
     ft_mem_plan_info info;
 } ft__rank_plan;
 
@@ -3447,7 +3473,14 @@ static ft_status ft__item_check(const ft_ctx *ctx, const ft__phase *phase, int64
                         phase->name, st->accounted_bytes, ft_tag_name(st->tag),
                         ft__where_text(ctx), (long long)k + 1, (long long)phase->n);
     const ft__item *item = &phase->items[k];
-    if (item->bytes == st->accounted_bytes && item->tag == st->tag) return FT_OK;
+    if (item->bytes == st->accounted_bytes && item->tag == st->tag) {
+        if (item->begin == ctx->memory->moment) return FT_OK;
+        return ft_error(FT_ERR_STATE, "%s: before allocation %lld (%s, for %s) %lld buffers were "
+                        "freed, and %lld were planned: what lives longer than planned would be "
+                        "written over; plan the same program, or take the caching allocator",
+                        phase->name, (long long)k + 1, ft_tag_name(st->tag), ft__where_text(ctx),
+                        (long long)(ctx->memory->moment - k), (long long)(item->begin - k));
+    }
     return ft_error(FT_ERR_STATE, "%s: allocation %lld was planned as %zu bytes (%s, for %s), and "
                     "comes as %zu (%s, for %s): plan the same program, or take the caching "
                     "allocator", phase->name, (long long)k + 1, item->bytes,
@@ -4879,7 +4912,8 @@ static void ft__linear_cost(const ft_op_call *call, double *flops, double *bytes
              (double)ft__view_rows(x) * (double)w->shape[0] * (double)ft_dtype_bytes(x->dtype);
 }
 
-/* On FT_GPU a product may use this much, whatever its shape: cuBLASLt's advice for Hopper. */
+/* On FT_GPU a product may use this much, cuBLASLt's advice for Hopper: the same whatever the shape
+   and chip, so that the heuristic's choice depends on nothing else. */
 #define FT__GPU_GEMM_BYTES ((size_t)32 << 20)
 
 /* And C in fp32, where cuBLASLt will not round it: bf16 from fp32 factors. */
@@ -6994,7 +7028,8 @@ static ft_status ft__softmax_backward(const ft_op_call *call)
 
 static const ft_op ft__op_softmax = {
     "softmax", 1, 1, 0, FT_IN(0), FT_IN(0), { FT_OUT(0) }, FT_OUT(0), 0, FT_OP_GRAD_OVER_DOUT,
-    ft__unary_infer, ft__cost_few, NULL, ft__softmax_forward, ft__softmax_backward, NULL, NULL, NULL,
+    ft__unary_infer, ft__cost_few, NULL, ft__softmax_forward, ft__softmax_backward, NULL, NULL,
+    NULL,
     FT_GPU_KERNELS(ftk_softmax_forward, ftk_softmax_backward, NULL)
 };
 
@@ -9751,9 +9786,9 @@ FT_API ft_status ft_sac_fit(ft_sac_budget *budget)
 #include <cuda_runtime.h>
 #include <cublasLt.h>
 #include <nvtx3/nvToolsExt.h>
+#include <unistd.h>
 
-/* GEMM: cuBLASLt's own recommendation for Hopper; the same everywhere, so that the heuristic's
-   choice depends on nothing but the shape. */
+/* The ring of pinned memory for uploads; the events of a stream that can be told apart. */
 enum { FT__GPU_SLOTS = 32, FT__GPU_SLOT_BYTES = 256 << 10, FT__GPU_EVENTS = 256 };
 
 struct ft__gpu_stream {
@@ -9894,7 +9929,11 @@ static ft_status ft__gpu_begin(ft_ctx *ctx)
     if (!g) return FT_ERR_OOM;
     ctx->gpu = g;
     g->device = ft__gpu_of(&ctx->config, ctx->rank);
-    if (ctx->world->local_rank >= 0) g->device = ctx->world->local_rank;
+    if (ctx->world->local_rank >= 0) { /* a launcher may show each process its own GPU alone */
+        int have = 0;
+        FT_TRY(ft_gpu_count(&have));
+        g->device = have == 1 ? 0 : ctx->world->local_rank;
+    }
     FT__CUDA(cudaSetDevice(g->device));
     if (!ft__over_nccl(ctx)) FT_TRY(ft__gpu_peers(&ctx->config, g->device));
     FT__CUDA(cudaDeviceGetStreamPriorityRange(&least, &greatest));
@@ -9978,11 +10017,24 @@ static ft_status ft__gpu_fault(const struct ft__gpu *g)
     for (int k = 0; k < FTK_FAULTS; k++) {
         const uint64_t *at = g->fault_host + 3 * k;
         if (at[0] == UINT64_MAX) continue;
-        return ft_error(FT_ERR_DATA, "%s %d at position %lld of %lld is outside %s0..%lld%s", of[k][0],
-                        (int)(int32_t)(uint32_t)at[0], (long long)(at[0] >> 32), (long long)at[2],
+        return ft_error(FT_ERR_DATA, "%s %d at position %lld of %lld is outside %s0..%lld%s",
+                        of[k][0], (int)(int32_t)(uint32_t)at[0], (long long)(at[0] >> 32),
+                        (long long)at[2],
                         of[k][1], (long long)at[1] - 1, of[k][2]);
     }
     return FT_OK;
+}
+
+/* Work that a failure cut short ends as if nothing had happened: its results are none. */
+static ft_status ft__gpu_aborted(const ft_stream *s)
+{
+    ft__world *world = s->ctx->world;
+    ft_status status = FT_OK;
+    if (!ft__over_nccl(s->ctx)) return FT_OK;
+    pthread_mutex_lock(&world->lock);
+    if (world->aborted) status = ft__abort_error(world, s->ctx->rank);
+    pthread_mutex_unlock(&world->lock);
+    return status;
 }
 
 static ft_status ft__gpu_sync_run(ft_stream *s)
@@ -9991,6 +10043,7 @@ static ft_status ft__gpu_sync_run(ft_stream *s)
     FT__CUDA(cudaMemcpyAsync(g->fault_host, g->fault, 3 * FTK_FAULTS * sizeof(uint64_t),
                              cudaMemcpyDeviceToHost, ft__native(s)));
     FT__CUDA(cudaStreamSynchronize(ft__native(s)));
+    FT_TRY(ft__gpu_aborted(s));
     return ft__gpu_fault(g);
 }
 
@@ -10081,7 +10134,7 @@ static ft_status ft__gpu_download(ft_stream *s, void *host, const void *from, si
 {
     FT__CUDA(cudaMemcpyAsync(host, from, bytes, cudaMemcpyDeviceToHost, ft__native(s)));
     FT__CUDA(cudaStreamSynchronize(ft__native(s)));
-    return FT_OK;
+    return ft__gpu_aborted(s);
 }
 
 static ft_status ft__gpu_sum(ft_stream *s, void *out, ft_dtype dtype, int n, const void *const *in,
@@ -10214,7 +10267,7 @@ typedef struct ft__gpu_entry {
 
 struct ft__gpu_table {
     const char *path;
-    pthread_mutex_t lock;   /* everything below; held while a shape is timed */
+    pthread_mutex_t lock;   /* everything below */
     ft__gpu_entry *entries;
     int changed;
 };
@@ -10276,8 +10329,8 @@ static ft_status ft__gpu_table_read(ft__gpu_table *t)
         ft__gpu_entry *e = ft__gpu_entry_new(t);
         if (!e) status = ft_error(FT_ERR_OOM, "%s: no host memory for line %d", t->path, n);
         else if (!ft__gpu_entry_read(line, e))
-            status = ft_error(FT_ERR_DATA, "%s: line %d is not an entry of a GEMM table; delete the "
-                              "file to have it made again", t->path, n);
+            status = ft_error(FT_ERR_DATA, "%s: line %d is not an entry of a GEMM table; delete "
+                              "the file to have it made again", t->path, n);
     }
     fclose(file);
     return status;
@@ -10300,7 +10353,7 @@ static ft_status ft__gpu_table_open(const ft_config *c, ft__gpu_table **out)
 static ft_status ft__gpu_table_write(const ft__gpu_table *t)
 {
     char beside[FT__GPU_LINE];
-    int n = snprintf(beside, sizeof beside, "%s.new", t->path);
+    int n = snprintf(beside, sizeof beside, "%s.%ld.new", t->path, (long)getpid());
     FILE *file = n > 0 && n < FT__GPU_LINE ? fopen(beside, "w") : NULL;
     if (!file) return ft_error(FT_ERR_IO, "%s: the GEMM table cannot be written", t->path);
     for (const ft__gpu_entry *e = t->entries; e; e = e->next) ft__gpu_entry_write(file, e);
@@ -10311,10 +10364,11 @@ static ft_status ft__gpu_table_write(const ft__gpu_table *t)
     return FT_OK;
 }
 
-static ft_status ft__gpu_table_close(ft__gpu_table *t)
+/* Of the processes of a launcher rank 0 writes: `own`. */
+static ft_status ft__gpu_table_close(ft__gpu_table *t, int own)
 {
     if (!t) return FT_OK;
-    ft_status status = t->changed ? ft__gpu_table_write(t) : FT_OK;
+    ft_status status = t->changed && own ? ft__gpu_table_write(t) : FT_OK;
     while (t->entries) {
         ft__gpu_entry *e = t->entries;
         t->entries = e->next;
@@ -10326,9 +10380,9 @@ static ft_status ft__gpu_table_close(ft__gpu_table *t)
 }
 
 /* The milliseconds of the fastest of a few runs; negative where the algorithm fails. */
-static float ft__gpu_time(struct ft__gpu *g, const ft__gpu_plan *p, const cublasLtMatmulAlgo_t *algo,
-                          const void *a, const void *b, void *c, void *workspace, cudaEvent_t from,
-                          cudaEvent_t to, cudaStream_t stream)
+static float ft__gpu_time(struct ft__gpu *g, const ft__gpu_plan *p,
+                          const cublasLtMatmulAlgo_t *algo, const void *a, const void *b, void *c,
+                          void *workspace, cudaEvent_t from, cudaEvent_t to, cudaStream_t stream)
 {
     float one = 1, zero = 0, best = -1;
     for (int i = 0; i < FT__GPU_TRIES; i++) {
@@ -10345,7 +10399,8 @@ static float ft__gpu_time(struct ft__gpu *g, const ft__gpu_plan *p, const cublas
     return best;
 }
 
-/* Times the candidates on the operands at hand, into a result of its own. */
+/* Times the candidates on the operands at hand, into a result of its own, which no plan counts.
+   Where there is no memory for one the library's first candidate is taken. */
 static ft_status ft__gpu_tune(struct ft__gpu *g, ft__gpu_plan *p, const void *a, const void *b,
                               void *workspace, cudaStream_t stream)
 {
@@ -10357,39 +10412,38 @@ static ft_status ft__gpu_tune(struct ft__gpu *g, ft__gpu_plan *p, const void *a,
     FT_TRY(ft__gpu_candidates(g, p, FT__GPU_CANDIDATES, found, &n));
     p->algo = found[0].algo;
     size_t bytes = (size_t)(p->key.m * p->key.ldc) * ft_dtype_bytes((ft_dtype)p->key.tc);
-    FT__CUDA(cudaMalloc(&c, bytes));
-    FT__CUDA(cudaEventCreate(&from));
-    FT__CUDA(cudaEventCreate(&to));
-    for (int i = 0; i < n; i++) {
+    int ready = cudaMalloc(&c, bytes) == cudaSuccess && cudaEventCreate(&from) == cudaSuccess &&
+                cudaEventCreate(&to) == cudaSuccess;
+    for (int i = 0; i < n && ready; i++) {
         float ms = ft__gpu_time(g, p, &found[i].algo, a, b, c, workspace, from, to, stream);
         if (ms < 0 || (best >= 0 && ms >= best)) continue;
         best = ms;
         p->algo = found[i].algo;
     }
-    (void)cudaEventDestroy(from);
-    (void)cudaEventDestroy(to);
-    FT__CUDA(cudaFree(c));
+    if (!ready) (void)cudaGetLastError();
+    if (from) (void)cudaEventDestroy(from);
+    if (to) (void)cudaEventDestroy(to);
+    if (c) (void)cudaFree(c);
     return FT_OK;
 }
 
-/* What the table says; a shape that it lacks is timed, by the rank that meets it first. */
-static ft_status ft__gpu_table_find(struct ft__gpu *g, ft__gpu_table *t, ft__gpu_plan *p,
-                                    const void *a, const void *b, void *workspace,
-                                    cudaStream_t stream)
+/* Lock held. NULL where the table has no such shape of this chip and library. */
+static const ft__gpu_entry *ft__gpu_table_find(const ft__gpu_table *t, const ft__gpu_key *key,
+                                               const char *chip, uint64_t version)
 {
-    char chip[FT_GPU_NAME_BYTES];
-    uint64_t version = cublasLtGetVersion();
-    FT_TRY(ft_gpu_name(g->device, chip));
-    for (ft__gpu_entry *e = t->entries; e; e = e->next)
-        if (e->version == version && memcmp(&e->key, &p->key, sizeof e->key) == 0 &&
-            strcmp(e->chip, chip) == 0) {
-            p->algo = e->algo;
-            return FT_OK;
-        }
-    FT_TRY(ft__gpu_tune(g, p, a, b, workspace, stream));
+    for (const ft__gpu_entry *e = t->entries; e; e = e->next)
+        if (e->version == version && memcmp(&e->key, key, sizeof *key) == 0 &&
+            strcmp(e->chip, chip) == 0) return e;
+    return NULL;
+}
+
+/* Lock held. */
+static ft_status ft__gpu_table_add(ft__gpu_table *t, const ft__gpu_plan *p, const char *chip,
+                                   uint64_t version)
+{
     ft__gpu_entry *e = ft__gpu_entry_new(t);
     if (!e) return ft_error(FT_ERR_OOM, "no host memory for an entry of the GEMM table");
-    memcpy(e->chip, chip, sizeof chip);
+    memcpy(e->chip, chip, strlen(chip) + 1);
     e->version = version;
     e->key = p->key;
     e->algo = p->algo;
@@ -10397,21 +10451,34 @@ static ft_status ft__gpu_table_find(struct ft__gpu *g, ft__gpu_table *t, ft__gpu
     return FT_OK;
 }
 
+/* What the table says. A shape that it lacks is timed, without the lock: the stream may stand
+   behind a collective that waits for a rank that wants it. Of two ranks that time it at once both
+   take what the first wrote. */
 static ft_status ft__gpu_choose(const ft_op_call *call, ft__gpu_plan *p, const void *a,
                                 const void *b, void *workspace)
 {
     struct ft__gpu *g = call->ctx->gpu;
     ft__gpu_table *t = call->ctx->world->table;
     cublasLtMatmulHeuristicResult_t found;
+    char chip[FT_GPU_NAME_BYTES];
+    uint64_t version = cublasLtGetVersion();
+    ft_status status = FT_OK;
     int n = 0;
     if (!t) {
         FT_TRY(ft__gpu_candidates(g, p, 1, &found, &n));
         p->algo = found.algo;
         return FT_OK;
     }
-    pthread_mutex_lock(&t->lock);
-    ft_status status = ft__gpu_table_find(g, t, p, a, b, workspace, (cudaStream_t)call->stream);
-    pthread_mutex_unlock(&t->lock);
+    FT_TRY(ft_gpu_name(g->device, chip));
+    for (int tuned = 0; tuned < 2; tuned++) {
+        pthread_mutex_lock(&t->lock);
+        const ft__gpu_entry *e = ft__gpu_table_find(t, &p->key, chip, version);
+        if (e) p->algo = e->algo;
+        else if (tuned) status = ft__gpu_table_add(t, p, chip, version);
+        pthread_mutex_unlock(&t->lock);
+        if (e || tuned) return status;
+        FT_TRY(ft__gpu_tune(g, p, a, b, workspace, (cudaStream_t)call->stream));
+    }
     return status;
 }
 
@@ -10471,8 +10538,8 @@ static ft_status ft__gpu_gemm(const ft_op_call *call, int64_t m, int64_t n, int6
     ft__gpu_plan *p = NULL;
     ft__gpu_key key;
     if (ta != tb)
-        return ft_error(FT_ERR_UNSUPPORTED, "%s: a product %s x %s: on FT_GPU both factors have one "
-                        "dtype; convert one with ft_copy", call->op->name, ft_dtype_name(ta),
+        return ft_error(FT_ERR_UNSUPPORTED, "%s: a product %s x %s: on FT_GPU both factors have "
+                        "one dtype; convert one with ft_copy", call->op->name, ft_dtype_name(ta),
                         ft_dtype_name(tb));
     if (ta == FT_F32 && tc == FT_BF16) {
         void *wide = (char *)workspace + FT__GPU_GEMM_BYTES;
@@ -10643,9 +10710,10 @@ static ft_status ft__gpu_table_open(const ft_config *config, ft__gpu_table **out
     return FT_OK;
 }
 
-static ft_status ft__gpu_table_close(ft__gpu_table *table)
+static ft_status ft__gpu_table_close(ft__gpu_table *table, int own)
 {
     (void)table;
+    (void)own;
     return FT_OK;
 }
 
@@ -10730,14 +10798,18 @@ static ft_status ft__gpu_await(ft_stream *s, void *signal)
    the launch with a line that says what was outstanding, and aborts all communicators, whose
    kernels then end. So a peer that died, hangs or asked for other sizes ends this rank too. */
 
+#if defined(FT_NCCL) && !defined(FT_CUDA)
+#error "FT_NCCL needs FT_CUDA: nvcc -DFT_CUDA -DFT_NCCL ... -lcublasLt -lnccl"
+#endif
+
 #ifdef FT_NCCL
 
 #include <nccl.h>
 
 struct ft__nccl { /* of a group */
     ncclComm_t comm;
-    cudaEvent_t done;          /* after the latest collective */
-    int outstanding;           /* it was queued and not yet seen done; under the rank's lock */
+    cudaEvent_t done[2];       /* the watched one is not recorded again before it is over */
+    int watched, outstanding;  /* outstanding: 0, 1, or 2: a newer one is in the other event */
     char what[FT__TEXT_BYTES / 4]; /* "all-gather of 1048576 bf16 elements on group ..." */
 };
 
@@ -10762,19 +10834,34 @@ static ft_status ft__nccl_error(ncclResult_t result, const char *what)
     return ft_error(FT_ERR_COMM, "%s: NCCL says %s", what, ncclGetErrorString(result));
 }
 
+static ft_status ft__nccl_world_ok(const ft_ctx *ctx)
+{
+    ft_status status = FT_OK;
+    pthread_mutex_lock(&ctx->world->lock);
+    if (ctx->world->aborted) status = ft__abort_error(ctx->world, ctx->rank);
+    pthread_mutex_unlock(&ctx->world->lock);
+    return status;
+}
+
 /* Non-blocking calls answer "in progress" until they are through. */
 static ft_status ft__nccl_settle(const ft_ctx *ctx, ncclComm_t comm, ncclResult_t result,
                                  const char *what)
 {
     struct timespec deadline = ft__deadline(ctx->config.timeout_s), now, pause;
+    struct ft__nccl_rank *r = ctx->nccl;
     memset(&pause, 0, sizeof pause);
     pause.tv_nsec = 50000;
     while (result == ncclInProgress || result == ncclSuccess) {
         ncclResult_t state = ncclSuccess;
-        result = ncclCommGetAsyncError(comm, &state);
+        pthread_mutex_lock(&r->lock); /* the watchdog aborts under it, and then there is no comm */
+        int aborted = r->aborted;
+        if (!aborted) result = ncclCommGetAsyncError(comm, &state);
+        pthread_mutex_unlock(&r->lock);
+        if (aborted) return ft_error(FT_ERR_PEER, "%s: given up, as another call failed", what);
         if (result == ncclSuccess) result = state;
         if (result == ncclSuccess) return FT_OK;
         if (result != ncclInProgress) break;
+        FT_TRY(ft__nccl_world_ok(ctx));
         clock_gettime(FT__CLOCK, &now);
         if (now.tv_sec > deadline.tv_sec)
             return ft_error(FT_ERR_TIMEOUT, "%s: not done within %g s; a peer is missing, or is "
@@ -10799,7 +10886,11 @@ static ft_status ft__nccl_comm(const ft_ctx *ctx, const ncclUniqueId *id, int n,
     *out = NULL;
     ncclResult_t result = ncclCommInitRankConfig(out, n, *id, rank, &config);
     if (!*out) return ft__nccl_error(result, name);
-    return ft__nccl_settle(ctx, *out, result, name);
+    ft_status status = ft__nccl_settle(ctx, *out, result, name);
+    if (status == FT_OK) return FT_OK;
+    (void)ncclCommAbort(*out);
+    *out = NULL;
+    return status;
 }
 
 /* -- the watchdog */
@@ -10818,11 +10909,11 @@ static const char *ft__nccl_look(struct ft__nccl_rank *n)
     for (int i = 0; i < n->n_groups; i++) {
         struct ft__nccl *c = n->groups[i]->nccl;
         if (!c->outstanding) continue;
-        if (cudaEventQuery(c->done) == cudaErrorNotReady) {
+        if (cudaEventQuery(c->done[c->watched]) == cudaErrorNotReady) {
             if (!waits) waits = c->what;
             continue;
         }
-        c->outstanding = 0;
+        if (--c->outstanding) c->watched = !c->watched;
         clock_gettime(FT__CLOCK, &n->moved);
     }
     return waits;
@@ -10830,6 +10921,9 @@ static const char *ft__nccl_look(struct ft__nccl_rank *n)
 
 static ncclResult_t ft__nccl_state(const struct ft__nccl_rank *n)
 {
+    ncclResult_t world = ncclSuccess;
+    if (n->world && ncclCommGetAsyncError(n->world, &world) == ncclSuccess &&
+        world != ncclSuccess && world != ncclInProgress) return world;
     for (int i = 0; i < n->n_groups; i++) {
         ncclResult_t state = ncclSuccess, result = ncclSuccess;
         if (n->groups[i]->nccl->comm)
@@ -10846,8 +10940,8 @@ static void *ft__nccl_abort_one(void *comm)
     return NULL;
 }
 
-/* An abort waits for the communicator's own kernels, and those may stand in a stream behind those of
-   another: so all are aborted at once, by a thread each. One that cannot have a thread is aborted
+/* An abort waits for the communicator's own kernels, and those may stand in a stream behind
+   another's: so all are aborted at once, by a thread each. One that cannot have a thread is aborted
    last, when the others are under way. */
 static void ft__nccl_abort_start(struct ft__nccl_rank *n, ncclComm_t comm)
 {
@@ -10950,7 +11044,8 @@ static void ft__nccl_end(ft_ctx *ctx)
             (void)ft__nccl_settle(ctx, c->comm, ncclSuccess, "leaving a group");
             (void)ncclCommDestroy(c->comm);
         }
-        if (c->done) (void)cudaEventDestroy(c->done);
+        for (int k = 0; k < 2; k++)
+            if (c->done[k]) (void)cudaEventDestroy(c->done[k]);
         FT_FREE(c);
         n->groups[i]->nccl = NULL;
     }
@@ -10967,6 +11062,25 @@ static void ft__nccl_end(ft_ctx *ctx)
 
 /* -- groups: the first member makes the id, and sends it to the others over the world */
 
+/* Waits for a stream, but no longer than for a peer. */
+static ft_status ft__nccl_over(const ft_ctx *ctx, cudaStream_t stream)
+{
+    struct timespec begin, pause;
+    clock_gettime(FT__CLOCK, &begin);
+    memset(&pause, 0, sizeof pause);
+    pause.tv_nsec = 50000;
+    for (;;) {
+        cudaError_t error = cudaStreamQuery(stream);
+        if (error == cudaSuccess) return FT_OK;
+        if (error != cudaErrorNotReady) return ft__gpu_error(error, "making a group");
+        FT_TRY(ft__nccl_world_ok(ctx));
+        if (ft__nccl_since(&begin) > ctx->config.timeout_s)
+            return ft_error(FT_ERR_TIMEOUT, "making a group: its first member did not come within "
+                            "%g s", ctx->config.timeout_s);
+        nanosleep(&pause, NULL);
+    }
+}
+
 static ft_status ft__nccl_share_id(ft_ctx *ctx, int n, const int *ranks, int member,
                                    ncclUniqueId *id)
 {
@@ -10982,8 +11096,8 @@ static ft_status ft__nccl_share_id(ft_ctx *ctx, int n, const int *ranks, int mem
     if (member > 0) FT__NCCL(ncclRecv(r->words, sizeof *id, ncclUint8, ranks[0], r->world, stream));
     ncclResult_t result = ncclGroupEnd();
     FT_TRY(ft__nccl_settle(ctx, r->world, result, "sharing a group's id"));
-    FT__CUDA(cudaMemcpyAsync(id, r->words, sizeof *id, cudaMemcpyDeviceToHost, stream));
-    FT__CUDA(cudaStreamSynchronize(stream));
+    FT_TRY(ft__nccl_over(ctx, stream));
+    FT__CUDA(cudaMemcpy(id, r->words, sizeof *id, cudaMemcpyDeviceToHost));
     return FT_OK;
 }
 
@@ -10998,14 +11112,17 @@ static ft_status ft__nccl_group(ft_group *g, const int *ranks)
                         FT__NCCL_GROUPS);
     g->nccl = (struct ft__nccl *)ft__zalloc(sizeof *g->nccl);
     if (!g->nccl) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
-    FT__CUDA(cudaEventCreateWithFlags(&g->nccl->done, cudaEventDisableTiming));
+    for (int k = 0; k < 2; k++)
+        FT__CUDA(cudaEventCreateWithFlags(&g->nccl->done[k], cudaEventDisableTiming));
+    pthread_mutex_lock(&r->lock);
+    r->groups[r->n_groups++] = g;
+    pthread_mutex_unlock(&r->lock);
     if (g->n > 1) {
         FT_TRY(ft__nccl_share_id(ctx, g->n, ranks, g->rank, &id));
         FT_TRY(ft__nccl_comm(ctx, &id, g->n, g->rank, g->name, &comm));
     }
     pthread_mutex_lock(&r->lock);
     g->nccl->comm = comm;
-    r->groups[r->n_groups++] = g;
     pthread_mutex_unlock(&r->lock);
     return FT_OK;
 }
@@ -11022,7 +11139,7 @@ static ncclResult_t ft__nccl_call(ft_group *g, cudaStream_t stream, const ft__po
     ncclDataType_t type = ft__nccl_type(own->dtype);
     size_t elems = (size_t)own->elems, each = elems / (size_t)g->n;
     ncclComm_t comm = g->nccl->comm;
-    void *words = g->ctx->nccl->words;
+    uint64_t *word = (uint64_t *)g->ctx->nccl->words + FT__NCCL_WORDS - 1;
     switch (own->kind) {
     case FT_ALL_GATHER: return ncclAllGather(own->in, own->out, each, type, comm, stream);
     case FT_REDUCE_SCATTER:
@@ -11031,23 +11148,25 @@ static ncclResult_t ft__nccl_call(ft_group *g, cudaStream_t stream, const ft__po
         return ncclAllReduce(own->in, own->out, elems, type, ncclSum, comm, stream);
     case FT_BROADCAST:
         return ncclBroadcast(own->in, own->out, elems, type, own->root, comm, stream);
-    default: return ncclAllReduce(words, words, 1, ncclUint64, ncclSum, comm, stream);
+    default: return ncclAllReduce(word, word, 1, ncclUint64, ncclSum, comm, stream);
     }
 }
 
-/* Tells the watchdog what was queued. `queued`: NCCL took it. */
+/* Tells the watchdog of what was queued. */
 static ft_status ft__nccl_queued(ft_group *g, ft_stream *s, ncclResult_t result)
 {
     struct ft__nccl_rank *r = g->ctx->nccl;
-    FT_TRY(ft__nccl_settle(g->ctx, g->nccl->comm, result, g->nccl->what));
-    FT__CUDA(cudaEventRecord(g->nccl->done, ft__native(s)));
+    struct ft__nccl *c = g->nccl;
+    FT_TRY(ft__nccl_settle(g->ctx, c->comm, result, c->what));
     pthread_mutex_lock(&r->lock);
     int idle = 1;
     for (int i = 0; i < r->n_groups; i++) idle = idle && !r->groups[i]->nccl->outstanding;
     if (idle) clock_gettime(FT__CLOCK, &r->moved);
-    g->nccl->outstanding = 1;
+    cudaError_t error = cudaEventRecord(c->done[c->outstanding ? !c->watched : c->watched],
+                                        ft__native(s));
+    c->outstanding = c->outstanding ? 2 : 1;
     pthread_mutex_unlock(&r->lock);
-    return FT_OK;
+    return error == cudaSuccess ? FT_OK : ft__gpu_error(error, c->what);
 }
 
 static ft_status ft__nccl_ready(ft_group *g)
@@ -11062,34 +11181,57 @@ static ft_status ft__nccl_ready(ft_group *g)
     return status;
 }
 
+/* Calls stand under the lock, so that no communicator is aborted while one is in it. */
 static ft_status ft__nccl_collective(ft_group *g, ft_stream *s, const ft__post *own)
 {
+    ncclResult_t result = ncclInvalidUsage;
     FT_TRY(ft__nccl_ready(g));
     pthread_mutex_lock(&g->ctx->nccl->lock);
     snprintf(g->nccl->what, sizeof g->nccl->what, "%s of %lld %s elements on group \"%.60s\" "
              "(rank %d of %d)", ft_collective_name((ft_collective)own->kind),
              (long long)own->elems, ft_dtype_name(own->dtype), g->name, g->rank, g->n);
+    if (g->nccl->comm) result = ft__nccl_call(g, ft__native(s), own);
     pthread_mutex_unlock(&g->ctx->nccl->lock);
-    return ft__nccl_queued(g, s, ft__nccl_call(g, ft__native(s), own));
+    return ft__nccl_queued(g, s, result);
+}
+
+/* A group of one has no communicator: its k-th receive takes its k-th send. */
+static ft_status ft__nccl_to_self(ft_group *g, ft_stream *s, const ft__message *m, int64_t n)
+{
+    int64_t from = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (m[i].is_send) continue;
+        while (from < n && !m[from].is_send) from++;
+        if (from == n || m[from].elems != m[i].elems || m[from].dtype != m[i].dtype)
+            return ft_error(FT_ERR_COMM, "exchange on group \"%s\": this rank's messages to itself "
+                            "differ in size or number", g->name);
+        FT_TRY(ft__move(s, m[i].data, m[from].data,
+                        (size_t)m[i].elems * ft_dtype_bytes(m[i].dtype)));
+        from++;
+    }
+    return FT_OK;
 }
 
 static ft_status ft__nccl_exchange(ft_group *g, ft_stream *s, const ft__message *m, int64_t n)
 {
     ncclResult_t result = ncclSuccess;
+    if (g->n == 1) return ft__nccl_to_self(g, s, m, n);
     FT_TRY(ft__nccl_ready(g));
     pthread_mutex_lock(&g->ctx->nccl->lock);
+    if (!g->nccl->comm) result = ncclInvalidUsage;
     snprintf(g->nccl->what, sizeof g->nccl->what, "exchange of %lld messages on group \"%.60s\" "
              "(rank %d of %d)", (long long)n, g->name, g->rank, g->n);
-    pthread_mutex_unlock(&g->ctx->nccl->lock);
-    FT__NCCL(ncclGroupStart());
+    if (result == ncclSuccess) result = ncclGroupStart();
     for (int64_t i = 0; i < n && result == ncclSuccess; i++)
         result = m[i].is_send
             ? ncclSend(m[i].data, (size_t)m[i].elems, ft__nccl_type(m[i].dtype), m[i].to,
                        g->nccl->comm, ft__native(s))
             : ncclRecv(m[i].data, (size_t)m[i].elems, ft__nccl_type(m[i].dtype), m[i].from,
                        g->nccl->comm, ft__native(s));
-    ncclResult_t ended = ncclGroupEnd();
-    return ft__nccl_queued(g, s, result == ncclSuccess || result == ncclInProgress ? ended : result);
+    ncclResult_t ended = g->nccl->comm ? ncclGroupEnd() : result;
+    pthread_mutex_unlock(&g->ctx->nccl->lock);
+    int taken = result == ncclSuccess || result == ncclInProgress;
+    return ft__nccl_queued(g, s, taken ? ended : result);
 }
 
 /* All values beside each other; every member compares the same list. */
@@ -11099,9 +11241,9 @@ static ft_status ft__nccl_agree(ft_group *g, ft_stream *s, const ft__post *own)
     char *words = (char *)g->ctx->nccl->words;
     char text[FT__TEXT_BYTES] = "";
     int same = 1;
-    if (2 * g->n + 2 > FT__NCCL_WORDS)
+    if (2 * g->n + 3 > FT__NCCL_WORDS)
         return ft_error(FT_ERR_UNSUPPORTED, "group \"%s\": agreements over NCCL are for at most %d "
-                        "ranks", g->name, FT__NCCL_WORDS / 2 - 1);
+                        "ranks", g->name, (FT__NCCL_WORDS - 3) / 2);
     pair[0] = own->value;
     pair[1] = UINT64_C(0xcbf29ce484222325); /* FNV-1a of the name: another call is told apart */
     for (const char *c = own->what; *c; c++)

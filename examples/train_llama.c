@@ -49,7 +49,7 @@ typedef struct paths { const char *const *path; int n; } paths;
 
 typedef struct settings {
     int64_t device; /* ft_device; DEVICE_AUTO until it is resolved */
-    int64_t gpus, ranks_per_gpu, transport, timeout_s;
+    int64_t gpus, ranks_per_gpu, transport, timeout_s, plan_for; /* plan_for: 1 is cuda */
     int64_t dp, tp, pp, sequence_parallel, schedule, virtual_stages;
     const char *pp_layers; /* NULL: uniform */
     int64_t zero_stage, prefetch, reduce_overlap, keep_gathered, shard_ranks;
@@ -119,7 +119,9 @@ static const option options[] = {
     {"--gemm-tune", TAKES_PATH, "FILE", AT(gemm_table), 0, 0, NULL,
      "a table of GEMM algorithms: shapes that it lacks are timed and added, and later\n"
      "runs take the same; default: cuBLASLt's first advice"},
-    {"--dp", TAKES_INT, "R", AT(dp), 1, 1024, "1", "data-parallel ranks, each a thread"},
+    {"--plan-for", TAKES_WORD, "cpu|cuda", AT(plan_for), 0, 0, "cpu",
+     "with --device meta: whose kernels' workspace to count"},
+    {"--dp", TAKES_INT, "R", AT(dp), 1, 1024, "1", "data-parallel ranks"},
     {"--tp", TAKES_INT, "R", AT(tp), 1, 1024, "1",
      "tensor-parallel ranks that share each layer; must divide heads, kv heads and\n"
      "intermediate"},
@@ -416,7 +418,7 @@ typedef struct rank_result { /* written by its own rank, read when all have ende
     int64_t sent_by[SENDERS];          /* the same by who sends */
 } rank_result;
 
-/* A launch: a plan on meta or a run on the CPU. The ranks read it. They write their own row of
+/* A launch: a plan on meta or a run. The ranks read it. They write their own row of
    `results`; rank 0 alone writes the fields from `text` on. */
 typedef struct job {
     const settings *set;
@@ -919,7 +921,7 @@ static ft_status launch(job *work, ft_device device) {
     ft_config config = ft_config_default();
     config.world = rank_count(work->set);
     config.device = device;
-    config.plan_for = work->set->device == FT_GPU ? FT_GPU : FT_CPU;
+    config.plan_for = work->set->device == FT_GPU || work->set->plan_for ? FT_GPU : FT_CPU;
     config.gpus = (int)work->set->gpus;
     config.ranks_per_gpu = (int)work->set->ranks_per_gpu;
     config.gemm_table = work->set->gemm_table;
@@ -1094,10 +1096,26 @@ static double chip_peak(const char *name, ft_dtype dtype) {
         {"RTX 3090", 71, 35.6}, {"A10", 125, 31.2}
     };
     size_t i;
-    for (i = 0; i < sizeof chips / sizeof chips[0]; i++)
-        if (strstr(name, chips[i].name))
-            return 1e12 * (dtype == FT_BF16 ? chips[i].bf16 : chips[i].fp32);
+    for (i = 0; i < sizeof chips / sizeof chips[0]; i++) {
+        const char *at = strstr(name, chips[i].name), *after = at ? at + strlen(chips[i].name) : "";
+        if (!at || (*after >= '0' && *after <= '9') || (*after >= 'A' && *after <= 'Z')) continue;
+        return 1e12 * (dtype == FT_BF16 ? chips[i].bf16 : chips[i].fp32);
+    }
     return 0;
+}
+
+/* Free bytes of the fullest of the GPUs in use; of a launcher's process: of its own. */
+static ft_status gpu_least_free(int gpus, size_t *least) {
+    int local = ft_env_local_rank(), visible, i;
+    size_t free_bytes, total_bytes;
+    FT_TRY(ft_gpu_count(&visible));
+    *least = 0;
+    for (i = 0; i < gpus && i < visible; i++) {
+        if (local >= 0 && i != (local < visible ? local : 0)) continue;
+        FT_TRY(ft_gpu_memory(i, &free_bytes, &total_bytes));
+        if (*least == 0 || free_bytes < *least) *least = free_bytes;
+    }
+    return FT_OK;
 }
 
 /* Decides what `auto` is, and says what the run takes. */
@@ -1107,9 +1125,19 @@ static ft_status choose_device(program *p) {
     char name[FT_GPU_NAME_BYTES];
     FT_TRY(ft_gpu_count(&gpus));
     if (set->device == DEVICE_AUTO) set->device = gpus > 0 ? FT_GPU : FT_CPU;
-    if (set->device != FT_GPU && (set->gpus || set->ranks_per_gpu || set->gemm_table))
-        return ft_error(FT_ERR_ARG, "--gpus, --ranks-per-gpu and --gemm-tune need --device cuda");
-    if (ft_env_rank() >= 0 && set->device == FT_CPU && ranks > 1)
+    if (set->device != FT_GPU && (set->gpus || set->ranks_per_gpu || set->gemm_table ||
+                                  set->transport))
+        return ft_error(FT_ERR_ARG, "--gpus, --ranks-per-gpu, --transport nccl and --gemm-tune "
+                        "need --device cuda");
+    if (set->plan_for && set->device == FT_CPU)
+        return ft_error(FT_ERR_ARG, "--plan-for cuda is for --device meta: a run on the CPU is "
+                        "planned for the CPU");
+    if (ft_env_rank() >= 0 && (set->gpus || set->ranks_per_gpu || set->report_path ||
+                               set->trace_path))
+        return ft_error(FT_ERR_UNSUPPORTED, "under a launcher each process has one GPU and the "
+                        "record of one rank: --gpus, --ranks-per-gpu, --report and "
+                        "--trace are for ranks as threads");
+    if (ft_env_rank() >= 0 && set->device == FT_CPU)
         return ft_error(FT_ERR_UNSUPPORTED, "processes talk over NCCL, between GPUs: without them "
                         "start one process, whose ranks are threads");
     if (set->device == FT_CPU)
@@ -1124,9 +1152,10 @@ static ft_status choose_device(program *p) {
     if (gpus > ranks || ft_env_rank() >= 0) gpus = ranks; /* a process has one */
     p->peak_flops = gpus * chip_peak(name, (ft_dtype)set->dtype);
     if (!set->memory_limit) { /* what a rank may take, when all that share a GPU take as much */
-        size_t free_bytes, total_bytes;
-        FT_TRY(ft_gpu_memory(0, &free_bytes, &total_bytes));
-        set->memory_limit = (int64_t)(free_bytes / (size_t)((ranks + gpus - 1) / gpus));
+        size_t least = 0;
+        FT_TRY(gpu_least_free(gpus, &least));
+        if (ft_env_rank() < 0) least /= (size_t)((ranks + gpus - 1) / gpus);
+        set->memory_limit = (int64_t)least;
     }
     if (ft_env_rank() >= 0) printf("device  cuda, %d ranks as processes, %s\n", ranks, name);
     else printf("device  cuda, %d ranks as threads on %d x %s\n", ranks, gpus, name);
@@ -1288,7 +1317,8 @@ static ft_status open_inputs(program *p) {
     FT_TRY(check_layout(p));
     FT_TRY(open_data(p, batch));
     FT_TRY(check_outputs(set));
-    if (set->log_path && set->device != FT_META) FT_TRY(ft_io_log_open(set->log_path, 0, &p->log));
+    if (set->log_path && set->device != FT_META && ft_env_rank() <= 0)
+        FT_TRY(ft_io_log_open(set->log_path, 0, &p->log));
     p->sac = (ft_sac *)calloc((size_t)set->layers, sizeof *p->sac);
     p->plan = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->plan);
     p->run = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->run);
@@ -1819,7 +1849,7 @@ static ft_status run_program(program *p) {
     FT_TRY(make_plan(p));
     FT_TRY(meta ? plan_on_meta(p) : train_for_real(p));
     FT_TRY(write_records(p));
-    if (!p->set.memory_json_path) return FT_OK;
+    if (!p->set.memory_json_path || ft_env_rank() > 0) return FT_OK; /* rank 0 has all results */
     FT_TRY(ft_io_json_open(p->set.memory_json_path, &p->memory_json));
     write_memory_json(p->memory_json, rank_count(&p->set), meta ? p->plan : p->run);
     return FT_OK;

@@ -314,7 +314,7 @@ static void the_next_owner_waits_for_the_last_one(void **state)
 
 typedef enum deviation {
     NONE, LARGER, OTHER_TAG, MORE, FEWER, OTHER_PHASE, LEFT_LIVE, FREED_OLDER, NESTED, NO_BEGIN,
-    SETUP_LARGER, OUTSIDE
+    SETUP_LARGER, SOONER, OUTSIDE
 } deviation;
 
 static ft_status deviate(ft_ctx *ctx, deviation how)
@@ -335,12 +335,13 @@ static ft_status deviate(ft_ctx *ctx, deviation how)
         FT_TRY(ft_fill(x, 1, ft_stream_get(ctx, FT_STREAM_COMPUTE)));
         if (how == NESTED) FT_TRY(ft_mem_phase_begin(ctx, "inner"));
         if (how == FREED_OLDER && i == 0) ft_tensor_free(kept);
+        if (how == SOONER) ft_tensor_free(x);
         if (how != FEWER) {
             FT_TRY(ft_tensor_create(ctx, &y, FT_F32, 1, &more, FT_TAG_ACT));
             ft_tensor_free(y);
         }
         if (how == MORE) FT_TRY(ft_tensor_create(ctx, &y, FT_F32, 1, &n, FT_TAG_ACT));
-        if (how != LEFT_LIVE) ft_tensor_free(x);
+        if (how != LEFT_LIVE && how != SOONER) ft_tensor_free(x);
         FT_TRY(ft_mem_phase_end(ctx));
     }
     return FT_OK;
@@ -369,6 +370,8 @@ static void a_deviation_is_named(void **state)
         {NO_BEGIN, "no phase has begun"},
         {SETUP_LARGER, "the set-up: allocation 1 was planned as 256 bytes (param, for a tensor), "
                        "and comes as 1280"},
+        {SOONER, "step: before allocation 2 (act, for a tensor) 1 buffers were freed, and 0 were "
+                 "planned"},
     };
     (void)state;
     assert_int_equal(run_under(FT_ALLOC_ARENA, FT_OFF, as_planned, as_planned, NULL), FT_OK);
