@@ -336,9 +336,10 @@ FT_API int64_t ft_spans(const ft_ctx *ctx, const ft_span **spans);
                (config.mem_plan), and ft_mem_plan_place finds the offsets. Fixed addresses; held
                bytes within a few percent of the peak.
    An arena's program says where its repeating parts begin and end (ft_mem_phase_begin, _end):
-   "step", "eval". What comes before the first phase is the set-up; what that leaves live stays where
-   it is, and phases share the rest, because they run one at a time. Each phase needs to be recorded
-   once, however often it runs. Outside phases, after the set-up, the caching allocator serves.
+   "step", "eval". What comes before the first phase is the set-up; what that leaves live stays
+   where it is, and phases share the rest, because they run one at a time. Each phase needs to be
+   recorded once, however often it runs. Outside phases, after the set-up, the caching allocator
+   serves.
 
      ft_mem_plan_create(world, &plan);
      config.device = FT_META; config.mem_plan = plan; ft_launch(&config, program, user);
@@ -876,6 +877,9 @@ FT_API void ft_flops_get(const ft_ctx *ctx, ft_flops *flops);
    FT_ERR_DATA at the next synchronisation: fault[3k] = the least of (position << 32 | value),
    fault[3k+1] = V, fault[3k+2] = the number of positions, with k below. */
 
+enum { FTK_SUM_MOST = 256 };   /* the most ranks that read each other's memory: see ftk_sum */
+enum { FTK_CHUNK = 1024, FTK_PIECE = 32 }; /* rows, positions of a part: see ftk_lookup_bytes */
+
 FT_API size_t ftk_rows_sum_bytes(int64_t n, int64_t o);
 /* Workspace of a sum of n rows of o elements (ftk_rows_sum); in every build, for plans. */
 FT_API size_t ftk_lookup_bytes(int64_t rows, int64_t n, int64_t C);
@@ -943,7 +947,7 @@ FT_API ft_status ftk_ce_end(void *stream, const float *losses, int64_t n,
 FT_API ft_status ftk_sum(void *stream, void *out, ft_dtype dtype, int n, const void *const *in,
                          int64_t count);
 /* out[i] = sum over r of in[r][i], in that order in fp32, rounded once; out may be one of in[].
-   n <= 256 pointers, of this or of peer devices. */
+   n <= FTK_SUM_MOST pointers, of this or of peer devices. */
 #else
 #define FT_GPU_KERNELS(forward, backward, replay) { NULL, NULL, NULL }
 #endif
@@ -1065,7 +1069,6 @@ static void ft__blas_begin(void);
    stream, and none of them waits, but sync and download. */
 enum { FT__NCCL_ID_BYTES = 128, FT__NCCL_GROUPS = 64 };
 enum { FT__NCCL_WORDS = 8195 }; /* a pair of this rank's, 4096 pairs, and one for barriers */
-enum { FT__GPU_PEERS = 256 };   /* ranks that read each other's memory: ftk_sum's limit */
 enum { FT__READY = 0, FT__HALF, FT__DONE, FT__SIGNALS }; /* moments of a collective, events here */
 static ft_status ft__gpu_check(ft_config *config);
 static ft_status ft__nccl_begin(ft_ctx *ctx);
@@ -2193,9 +2196,9 @@ ft_status ft_group_create(ft_ctx *ctx, const char *name, int n, const int *ranks
     }
     *out = NULL;
     FT_TRY(ft__group_check(ctx, name, n, ranks, &member));
-    if (ctx->device == FT_GPU && !ft__over_nccl(ctx) && n > FT__GPU_PEERS)
+    if (ctx->device == FT_GPU && !ft__over_nccl(ctx) && n > FTK_SUM_MOST)
         return ft_error(FT_ERR_UNSUPPORTED, "group \"%s\": %d ranks; on FT_GPU a group has at most "
-                        "%d", name, n, FT__GPU_PEERS);
+                        "%d", name, n, FTK_SUM_MOST);
     ft_group *g = (ft_group *)ft__zalloc(sizeof *g);
     char *copy = ft__strdup(name);
     ft__comm *comm = NULL;
@@ -2506,7 +2509,7 @@ static ft_status ft__sum(const ft_group *g, ft_stream *s, int64_t first, int64_t
     ft_dtype dtype = g->comm->posts[g->rank].dtype;
     int64_t width = (int64_t)ft_dtype_bytes(dtype);
     if (g->ctx->device == FT_GPU) {
-        const void *in[FT__GPU_PEERS];
+        const void *in[FTK_SUM_MOST];
         for (int r = 0; r < g->n; r++) in[r] = g->comm->posts[r].in + first * width;
         return ft__gpu_sum(s, out, dtype, g->n, in, count);
     }
@@ -5503,7 +5506,8 @@ size_t ftk_rows_sum_bytes(int64_t n, int64_t o)
    rows and for all, a position for each token. */
 size_t ftk_lookup_bytes(int64_t rows, int64_t n, int64_t C)
 {
-    return (size_t)((n + 31) / 32 * 2 * C + 2 * rows + (rows + 1023) / 1024 + 1 + n) * 4;
+    int64_t pieces = (n + FTK_PIECE - 1) / FTK_PIECE, chunks = (rows + FTK_CHUNK - 1) / FTK_CHUNK;
+    return (size_t)(pieces * 2 * C + 2 * rows + chunks + 1 + n) * 4;
 }
 
 /* The sum of n elements: one double for each block, at least 4096 elements a block. */

@@ -567,7 +567,6 @@ FT_API ft_status ftk_accumulate_forward(const ft_op_call *call)
 /* ---- out[i] = sum over r of in[r][i], in that order in fp32, rounded once: n + 1 times the bytes
    of out. The reduction of the local transport: pointers may be a peer's. ---- */
 
-enum { FTK_SUM_MOST = 256 };
 typedef struct sum_args { const void *in[FTK_SUM_MOST]; } sum_args;
 
 template <typename T, int W>
@@ -2066,7 +2065,7 @@ FT_API ft_status ftk_mean_backward(const ft_op_call *call)
    ftk_lookup_bytes. Moves the rows of dy once and dtable once (twice where it adds; rows without a
    token are then left alone), and of partial sums at most 4 C elements for each piece. */
 
-enum { FTK_CHUNK = 1024, FTK_PIECE = 32 /* also the lanes of a warp, which sorts as many */ };
+/* FTK_PIECE is also the lanes of a warp, which sorts as many. */
 
 typedef struct lookup_args {
     const int32_t *tokens;
