@@ -215,6 +215,9 @@ FT_API int ft_rank(const ft_ctx *ctx);
 FT_API int ft_world(const ft_ctx *ctx);
 FT_API ft_device ft_ctx_device(const ft_ctx *ctx);
 /* This rank, how many there are, and what they run on. */
+FT_API int ft_ctx_gpu(const ft_ctx *ctx);
+/* The number of the GPU that this rank runs on, as ft_gpu_name and ft_gpu_memory count them in this
+   process; -1 on another device. */
 
 FT_API void *ft_host_alloc(ft_ctx *ctx, size_t bytes);
 /* Zeroed host memory owned by the context; NULL with an error set when there is none. */
@@ -306,7 +309,8 @@ typedef struct ft_mem_event {
 FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events);
 /* The events kept since launch (config.timeline); their number is returned, 0 when off. */
 FT_API void ft_mem_timeline_clear(ft_ctx *ctx);
-/* Forgets the events and the spans so far: to keep the last step alone. Open spans begin here. */
+/* Forgets events, spans and works so far: to keep the last step alone. Open spans begin here. On
+   FT_GPU the device's clock is set by the host's, for which the host waits for the compute stream. */
 
 typedef struct ft_span { /* a stretch of the program: a pipeline's action, the optimizer's step */
     const char *name;
@@ -322,6 +326,21 @@ FT_API void ft_span_end(ft_ctx *ctx);
    later: a span is the time of the host, which on the CPU without FT_CPU_ASYNC is the same. */
 FT_API int64_t ft_spans(const ft_ctx *ctx, const ft_span **spans);
 /* Those that have ended, in the order of their ends; their number is returned. */
+
+typedef struct ft_work { /* what a stream did: one kernel of the op table, or a collective */
+    const char *name;       /* the op's or the collective's */
+    const char *phase;      /* of an op "forward", "backward", "replay"; "" outside a tape's */
+    char group[24];         /* of a collective; "" of an op */
+    ft_stream_kind stream;
+    double begin_s, end_s;  /* since the rank began; on FT_GPU as the device ran it */
+} ft_work;
+
+FT_API ft_status ft_works(ft_ctx *ctx, const ft_work **works, int64_t *n);
+/* With config.timeline, all work since ft_mem_timeline_clear, in the order of queueing; without it,
+   and on meta, none. Waits for all streams. A work begins when its stream comes to it, so a
+   collective's time has the wait for its peers in it. On FT_GPU two CUDA events a work tell the
+   time. The array is the context's, and good until the next call. 160 bytes of host memory a work,
+   kept. */
 
 /* Where the bytes come from. What is live, and when, is the program's doing and the same in all
    three; so are results.
@@ -1050,6 +1069,11 @@ static void ft__delay(ft_ctx *ctx);
 static int ft__async(const ft_ctx *ctx);
 static ft_status ft__memory_begin(ft_ctx *ctx);
 static void ft__memory_end(ft_ctx *ctx);
+typedef struct ft__work ft__work;
+static ft_status ft__work_new(const ft_stream *stream, const char *name, const char *group,
+                              ft__work **out);
+static void ft__work_begin(ft_stream *stream, ft__work *work);
+static void ft__work_end(ft_stream *stream, ft__work *work);
 static ft_status ft__deferred_run(ft_tensor *t);
 static ft_status ft__rebuild(ft_tensor *t);
 static ft_status ft__readable(ft_tensor *t, const char *reader);
@@ -1089,6 +1113,10 @@ static ft_status ft__gpu_download(ft_stream *s, void *host, const void *from, si
 static ft_status ft__gpu_copy(ft_stream *s, void *to, const void *from, size_t bytes);
 static void ft__gpu_call_begin(ft_stream *s, ft_op_call *call);
 static void ft__gpu_call_end(ft_ctx *ctx);
+static void ft__gpu_stamp(ft_stream *s, void **event);
+static void ft__gpu_stamp_wait(void *event);
+static void ft__gpu_stamp_free(void *event);
+static ft_status ft__gpu_stamp_time(void *from, void *event, double *seconds);
 static ft_status ft__gpu_sum(ft_stream *s, void *out, ft_dtype dtype, int n, const void *const *in,
                              int64_t count);
 static ft_status ft__gpu_signals_begin(ft_ctx *ctx, void *signals[FT__SIGNALS]);
@@ -2604,13 +2632,13 @@ static ft_status ft__move_kind(ft_group *g, ft_stream *s, const ft__post *own)
 typedef struct ft__job {
     ft_group *group;
     ft_stream *stream;
+    ft__work *work;
     ft__post post;
 } ft__job;
 
-/* A collective, on its stream's thread. Whatever becomes of the moving, all pass. */
-static ft_status ft__collective_task(void *arg)
+/* Whatever becomes of the moving, all pass. */
+static ft_status ft__collective_run(const ft__job *job)
 {
-    ft__job *job = (ft__job *)arg;
     ft_group *g = job->group;
     ft_stream *s = job->stream;
     const ft__post *own = &job->post;
@@ -2628,6 +2656,16 @@ static ft_status ft__collective_task(void *arg)
     ft__pass(g);
     if (status == FT_OK) status = ft__await(g, s, FT__DONE);
     ft__comm_leave(g);
+    return status;
+}
+
+/* A collective, on its stream's thread. */
+static ft_status ft__collective_task(void *arg)
+{
+    ft__job *job = (ft__job *)arg;
+    ft__work_begin(job->stream, job->work);
+    ft_status status = ft__collective_run(job);
+    ft__work_end(job->stream, job->work);
     return status;
 }
 
@@ -2711,6 +2749,8 @@ static ft_status ft__collective(ft_group *g, ft_stream *stream, const ft__post *
     job.group = g;
     job.stream = stream;
     job.post = *post;
+    FT_TRY(ft__work_new(stream, ft_collective_name((ft_collective)post->kind), g->name,
+                        &job.work));
     g->last = stream;
     g->traffic.calls[post->kind]++;
     g->traffic.sent_bytes[post->kind] += sent_bytes;
@@ -2822,6 +2862,7 @@ ft_status ft_agree(ft_group *group, const char *what, uint64_t value)
 typedef struct ft__exchange { /* its messages follow */
     ft_group *group;
     ft_stream *stream;
+    ft__work *work;
     int64_t n;
 } ft__exchange;
 
@@ -2965,9 +3006,8 @@ static ft_status ft__exchange_locked(ft_group *g, ft_stream *s, ft__message *mes
     return status;
 }
 
-static ft_status ft__exchange_task(void *arg)
+static ft_status ft__exchange_run(ft__exchange *x)
 {
-    ft__exchange *x = (ft__exchange *)arg;
     ft_group *g = x->group;
     ft__delay(g->ctx);
     if (g->nccl) return ft__nccl_exchange(g, x->stream, (ft__message *)(void *)(x + 1), x->n);
@@ -2975,6 +3015,15 @@ static ft_status ft__exchange_task(void *arg)
     pthread_mutex_lock(&g->ctx->world->lock);
     ft_status status = ft__exchange_locked(g, x->stream, (ft__message *)(void *)(x + 1), x->n);
     pthread_mutex_unlock(&g->ctx->world->lock);
+    return status;
+}
+
+static ft_status ft__exchange_task(void *arg)
+{
+    ft__exchange *x = (ft__exchange *)arg;
+    ft__work_begin(x->stream, x->work);
+    ft_status status = ft__exchange_run(x);
+    ft__work_end(x->stream, x->work);
     return status;
 }
 
@@ -3043,7 +3092,8 @@ ft_status ft_exchange(ft_group *group, ft_stream *stream, int n, const ft_p2p *o
     x->n = n;
     ft__exchange_fill(group, n, ops, (ft__message *)(void *)(x + 1));
     group->last = stream;
-    ft_status status = ft_stream_run(stream, ft__exchange_task, x, bytes);
+    ft_status status = ft__work_new(stream, "exchange", group->name, &x->work);
+    if (status == FT_OK) status = ft_stream_run(stream, ft__exchange_task, x, bytes);
     FT_FREE(x);
     return status;
 }
@@ -3073,6 +3123,17 @@ typedef struct ft__used { /* bytes of the arena that were freed, and may still b
     uint64_t order;        /* of two events of a stream the later one has the higher number */
 } ft__used;
 
+struct ft__work {
+    ft_work told;
+    void *stamp[2];        /* FT_GPU: events before and after; kept for the next work here */
+};
+
+typedef struct ft__works { /* blocks stay where they are: streams' threads write into them */
+    struct ft__works *next;
+    int n;
+    ft__work item[256];
+} ft__works;
+
 struct ft__memory {
     ft_mem_stats stats;
     int64_t moments;       /* allocations so far */
@@ -3084,6 +3145,11 @@ struct ft__memory {
     ft_span open[8];
     int n_open;
     double begin_s;        /* when the rank began */
+    ft__works *works, *works_at; /* the first block; the one that is being filled */
+    ft_work *told;         /* what ft_works gave last */
+    int64_t cap_told;
+    void *clock;           /* FT_GPU: an event, and when on the host it was */
+    double clock_s;
     /* Plan: being recorded, or obeyed. */
     struct ft__rank_plan *plan; /* NULL: none */
     ft__phase *phase;      /* that is open; the set-up until the first one begins; or NULL */
@@ -3129,6 +3195,16 @@ static double ft__now_s(void)
 
 static ft_status ft__serving_begin(ft_ctx *ctx);
 
+/* From here the device's clock is read as the host's. */
+static void ft__clock_set(ft_ctx *ctx)
+{
+    ft__memory *m = ctx->memory;
+    if (!ctx->config.timeline || ctx->device != FT_GPU) return;
+    ft__gpu_stamp(&ctx->streams[FT_STREAM_COMPUTE], &m->clock);
+    ft__gpu_stamp_wait(m->clock);
+    m->clock_s = ft__now_s() - m->begin_s;
+}
+
 static ft_status ft__memory_begin(ft_ctx *ctx)
 {
     ctx->memory = (ft__memory *)FT_MALLOC(sizeof *ctx->memory);
@@ -3136,6 +3212,7 @@ static ft_status ft__memory_begin(ft_ctx *ctx)
     memset(ctx->memory, 0, sizeof *ctx->memory);
     ctx->memory->begin_s = ft__now_s();
     ctx->where_segment = -1;
+    ft__clock_set(ctx);
     if (ctx->config.probe) ft__probe_attach(ctx);
     ft_status status = ft__serving_begin(ctx);
     if (status != FT_OK) {
@@ -3173,6 +3250,9 @@ FT_API void ft_mem_timeline_clear(ft_ctx *ctx)
     ft__memory *m = ctx->memory;
     m->n_events = m->n_spans = 0;
     for (int i = 0; i < m->n_open; i++) m->open[i].begin_event = 0;
+    for (ft__works *b = m->works; b; b = b->next) b->n = 0;
+    m->works_at = m->works;
+    ft__clock_set(ctx);
 }
 
 /* An array that can take one more, or all that could be freed: growing never fails in a free. */
@@ -3283,6 +3363,89 @@ FT_API int64_t ft_spans(const ft_ctx *ctx, const ft_span **spans)
 {
     *spans = ctx->memory->spans;
     return ctx->memory->n_spans;
+}
+
+/* A place for what is about to be queued; NULL where nobody asked. */
+static ft_status ft__work_new(const ft_stream *stream, const char *name, const char *group,
+                              ft__work **out)
+{
+    ft_ctx *ctx = stream->ctx;
+    ft__memory *m = ctx->memory;
+    *out = NULL;
+    if (!ctx->config.timeline || ctx->device == FT_META || !m) return FT_OK;
+    if (!m->works_at || m->works_at->n == (int)(sizeof m->works_at->item / sizeof **out)) {
+        ft__works *next = m->works_at ? m->works_at->next : m->works;
+        if (!next) {
+            next = (ft__works *)ft__zalloc(sizeof *next);
+            if (!next) return ft_error(FT_ERR_OOM, "no host memory for the timeline's works");
+            if (m->works_at) m->works_at->next = next;
+            else m->works = next;
+        }
+        m->works_at = next;
+    }
+    *out = &m->works_at->item[m->works_at->n++];
+    (*out)->told.name = name;
+    (*out)->told.phase = group ? "" : ctx->where_phase;
+    (*out)->told.stream = stream->kind;
+    (*out)->told.begin_s = (*out)->told.end_s = 0;
+    snprintf((*out)->told.group, sizeof(*out)->told.group, "%s", group ? group : "");
+    return FT_OK;
+}
+
+/* Where it runs: on the stream's thread; on a GPU as it is queued. */
+static void ft__work_begin(ft_stream *stream, ft__work *work)
+{
+    if (!work) return;
+    if (stream->ctx->device == FT_GPU) ft__gpu_stamp(stream, &work->stamp[0]);
+    else work->told.begin_s = ft__now_s() - stream->ctx->memory->begin_s;
+}
+
+static void ft__work_end(ft_stream *stream, ft__work *work)
+{
+    if (!work) return;
+    if (stream->ctx->device == FT_GPU) ft__gpu_stamp(stream, &work->stamp[1]);
+    else work->told.end_s = ft__now_s() - stream->ctx->memory->begin_s;
+}
+
+static void ft__works_free(ft__memory *m)
+{
+    while (m->works) {
+        ft__works *block = m->works;
+        for (int i = 0; i < (int)(sizeof block->item / sizeof block->item[0]); i++) {
+            ft__gpu_stamp_free(block->item[i].stamp[0]);
+            ft__gpu_stamp_free(block->item[i].stamp[1]);
+        }
+        m->works = block->next;
+        FT_FREE(block);
+    }
+    ft__gpu_stamp_free(m->clock);
+    FT_FREE(m->told);
+}
+
+FT_API ft_status ft_works(ft_ctx *ctx, const ft_work **works, int64_t *n)
+{
+    ft__memory *m = ctx->memory;
+    int64_t need = 0;
+    void *array = m->told;
+    *works = NULL;
+    *n = 0;
+    for (ft__works *b = m->works; b; b = b->next) need += b->n;
+    if (need == 0) return FT_OK;
+    FT_TRY(ft_sync(ctx));
+    FT_TRY(ft__array_reserve(&array, 0, need, &m->cap_told, sizeof *m->told));
+    m->told = (ft_work *)array;
+    for (ft__works *b = m->works; b; b = b->next)
+        for (int i = 0; i < b->n; i++) {
+            ft_work *told = &m->told[(*n)++];
+            *told = b->item[i].told;
+            if (ctx->device != FT_GPU) continue;
+            FT_TRY(ft__gpu_stamp_time(m->clock, b->item[i].stamp[0], &told->begin_s));
+            FT_TRY(ft__gpu_stamp_time(m->clock, b->item[i].stamp[1], &told->end_s));
+            told->begin_s += m->clock_s;
+            told->end_s += m->clock_s;
+        }
+    *works = m->told;
+    return FT_OK;
 }
 
 static void ft__account_peak(ft_ctx *ctx)
@@ -7587,6 +7750,7 @@ static void ft__memory_end(ft_ctx *ctx)
         ft__serving_end(ctx);
         if (ctx->memory->events) FT_FREE(ctx->memory->events);
         FT_FREE(ctx->memory->spans);
+        ft__works_free(ctx->memory);
         FT_FREE(ctx->memory);
     }
     ctx->memory = NULL;
@@ -7596,12 +7760,20 @@ static void ft__memory_end(ft_ctx *ctx)
 
 typedef ft_status (*ft__kernel)(const ft_op_call *call);
 
-typedef struct ft__call_task { ft__kernel kernel; ft_op_call call; } ft__call_task;
+typedef struct ft__call_task {
+    ft__kernel kernel;
+    ft_stream *stream;
+    ft__work *work;
+    ft_op_call call;
+} ft__call_task;
 
 static ft_status ft__call_run(void *arg)
 {
     ft__call_task *task = (ft__call_task *)arg;
-    return task->kernel(&task->call);
+    ft__work_begin(task->stream, task->work);
+    ft_status status = task->kernel(&task->call);
+    ft__work_end(task->stream, task->work);
+    return status;
 }
 
 enum { FT__FORWARD = 0, FT__BACKWARD, FT__REPLAY }; /* which of a row's kernels */
@@ -7642,8 +7814,10 @@ static ft_status ft__exec(ft_ctx *ctx, ft_stream *stream, ft_op_call *call, int 
         task.call = *call;
         task.call.scratch = scratch ? scratch->data : NULL;
         task.call.workspace = workspace ? workspace->data : NULL;
+        task.stream = stream;
+        status = ft__work_new(stream, call->op->name, NULL, &task.work);
         ft__gpu_call_begin(stream, &task.call);
-        status = ft_stream_run(stream, ft__call_run, &task, sizeof task);
+        if (status == FT_OK) status = ft_stream_run(stream, ft__call_run, &task, sizeof task);
         ft__gpu_call_end(ctx);
     }
     if (workspace) ft__storage_release(workspace, stream);
@@ -9843,6 +10017,8 @@ static ft_status ft__gpu_error(cudaError_t error, const char *what)
 
 static cudaStream_t ft__native(const ft_stream *s) { return s->gpu->native; }
 
+FT_API int ft_ctx_gpu(const ft_ctx *ctx) { return ctx->gpu ? ctx->gpu->device : -1; }
+
 ft_status ft_gpu_count(int *gpus)
 {
     *gpus = 0;
@@ -10071,6 +10247,34 @@ static void ft__gpu_call_begin(ft_stream *s, ft_op_call *call)
 static void ft__gpu_call_end(ft_ctx *ctx)
 {
     if (ctx->gpu) (void)nvtxRangePop();
+}
+
+/* ---- time: events that are made when first used. An error shows when the time is read. */
+
+static void ft__gpu_stamp(ft_stream *s, void **event)
+{
+    cudaEvent_t made;
+    if (!*event && cudaEventCreate(&made) == cudaSuccess) *event = (void *)made;
+    if (*event) (void)cudaEventRecord((cudaEvent_t)*event, ft__native(s));
+}
+
+static void ft__gpu_stamp_wait(void *event)
+{
+    if (event) (void)cudaEventSynchronize((cudaEvent_t)event);
+}
+
+static void ft__gpu_stamp_free(void *event)
+{
+    if (event) (void)cudaEventDestroy((cudaEvent_t)event);
+}
+
+static ft_status ft__gpu_stamp_time(void *from, void *event, double *seconds)
+{
+    float ms = 0;
+    if (!from || !event) return ft_error(FT_ERR_OOM, "no CUDA events for the timeline");
+    FT__CUDA(cudaEventElapsedTime(&ms, (cudaEvent_t)from, (cudaEvent_t)event));
+    *seconds = (double)ms * 1e-3;
+    return FT_OK;
 }
 
 /* ---- memory and copies */
@@ -10723,10 +10927,21 @@ static ft_status ft__gpu_table_close(ft__gpu_table *table, int own)
 
 static void ft__gpu_end(ft_ctx *ctx) { (void)ctx; }
 static uint64_t ft__gpu_record(ft_stream *s) { (void)s; return 0; }
+FT_API int ft_ctx_gpu(const ft_ctx *ctx) { (void)ctx; return -1; }
 static ft_status ft__gpu_sync(ft_stream *s) { (void)s; return ft__gpu_none(); }
 static void ft__gpu_free(ft_ctx *ctx, void *block) { (void)ctx; (void)block; }
 static void ft__gpu_call_begin(ft_stream *s, ft_op_call *call) { (void)s; (void)call; }
 static void ft__gpu_call_end(ft_ctx *ctx) { (void)ctx; }
+static void ft__gpu_stamp(ft_stream *s, void **event) { (void)s; (void)event; }
+static void ft__gpu_stamp_wait(void *event) { (void)event; }
+static void ft__gpu_stamp_free(void *event) { (void)event; }
+static ft_status ft__gpu_stamp_time(void *from, void *event, double *seconds)
+{
+    (void)from;
+    (void)event;
+    *seconds = 0;
+    return ft__gpu_none();
+}
 static void ft__gpu_signals_end(void *signals[FT__SIGNALS]) { (void)signals; }
 
 static ft_status ft__gpu_wait(ft_stream *s, ft_event event)

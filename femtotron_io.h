@@ -379,7 +379,8 @@ FT_API ft_status ft_io_log_close(ft_io_log *log);
 
 /* ------------------------------------------------------------------------------------ >>record */
 
-/* Memory and spans of a rank, copied out of its context before that ends (config.timeline). */
+/* Memory, spans and works of a rank, copied out of its context before that ends (config.timeline).
+*/
 typedef struct ft_io_point { /* after an event of the timeline; the first is before them all */
     double time_s;
     int64_t event;
@@ -395,24 +396,30 @@ enum { FT_IO_MAX_GROUPS = 16 };
 
 typedef struct ft_io_record {
     int rank;
-    int64_t n_points, n_spans;
+    int64_t n_points, n_spans, n_works;
     ft_io_point *points;
     ft_span *spans;
+    ft_work *works;
     int64_t peak;               /* the point with most bytes */
     char peak_where[160];       /* of the rank's peak since launch: its span, op and unit */
     int n_sent;
     ft_io_sent sent[FT_IO_MAX_GROUPS]; /* by group, since launch */
 } ft_io_record;
 
-FT_API ft_status ft_io_record_take(const ft_ctx *ctx, ft_io_record *record);
-/* Copies what the timeline has kept; see ft_mem_timeline_clear. 80 bytes an event. */
+FT_API ft_status ft_io_record_take(ft_ctx *ctx, ft_io_record *record);
+/* Copies what the timeline has kept; see ft_mem_timeline_clear. 80 bytes an event. Waits for all
+   streams. */
 FT_API void ft_io_record_free(ft_io_record *record);
+FT_API void ft_io_record_overlap(const ft_io_record *record, double *traffic_s, double *under_s);
+/* Of the gathers and reductions (works on those streams): how long they took, and how much of that
+   lies under compute (ops on that stream). What is not under compute, the rank waited for. */
 
 /* ------------------------------------------------------------------------------------- >>trace */
 
 FT_API ft_status ft_io_trace_write(const char *path, int n, const ft_io_record *records);
-/* Trace Event Format (JSON) for chrome://tracing and ui.perfetto.dev: a process a rank, its spans
-   as slices, its bytes by tag as a counter. Times in microseconds. */
+/* Trace Event Format (JSON) for chrome://tracing and ui.perfetto.dev: a process a rank; its spans
+   (times of the host) and what each stream did (times of the device) as slices of a thread each, its
+   bytes by tag as a counter. Times in microseconds. */
 
 /* ------------------------------------------------------------------------------------ >>report */
 
@@ -2992,7 +2999,20 @@ static ft_status ft__io_record_points(const ft_ctx *ctx, ft_io_record *record)
     return FT_OK;
 }
 
-FT_API ft_status ft_io_record_take(const ft_ctx *ctx, ft_io_record *record)
+static ft_status ft__io_record_works(ft_ctx *ctx, ft_io_record *record)
+{
+    const ft_work *works;
+    int64_t n;
+    FT_TRY(ft_works(ctx, &works, &n));
+    const size_t bytes = (size_t)n * sizeof *works;
+    record->works = (ft_work *)FT_MALLOC(bytes + 1);
+    if (record->works == NULL) return ft__io_oom("a record", bytes);
+    if (bytes > 0) memcpy(record->works, works, bytes);
+    record->n_works = n;
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_record_take(ft_ctx *ctx, ft_io_record *record)
 {
     ft_traffic traffic[FT_IO_MAX_GROUPS];
     const ft_span *spans;
@@ -3004,6 +3024,7 @@ FT_API ft_status ft_io_record_take(const ft_ctx *ctx, ft_io_record *record)
     record->spans = (ft_span *)FT_MALLOC(bytes + 1);
     if (record->spans == NULL) return ft__io_oom("a record", bytes);
     if (bytes > 0) memcpy(record->spans, spans, bytes);
+    FT_TRY(ft__io_record_works(ctx, record));
     const int groups = ft_traffic_get(ctx, FT_IO_MAX_GROUPS, traffic);
     for (int g = 0; g < groups && g < FT_IO_MAX_GROUPS; g++) {
         ft_io_sent *sent = &record->sent[record->n_sent];
@@ -3023,9 +3044,41 @@ FT_API void ft_io_record_free(ft_io_record *record)
     if (record == NULL) return;
     FT_FREE(record->points);
     FT_FREE(record->spans);
+    FT_FREE(record->works);
     record->points = NULL;
     record->spans = NULL;
-    record->n_points = record->n_spans = 0;
+    record->works = NULL;
+    record->n_points = record->n_spans = record->n_works = 0;
+}
+
+static int ft__io_computes(const ft_work *w)
+{
+    return w->stream == FT_STREAM_COMPUTE && w->group[0] == 0;
+}
+
+/* The works of a stream follow one another, so a single pass over compute's goes with each. */
+FT_API void ft_io_record_overlap(const ft_io_record *record, double *traffic_s, double *under_s)
+{
+    const ft_work *w = record->works;
+    *traffic_s = *under_s = 0;
+    for (int kind = 0; kind < FT_STREAM_COUNT; kind++) {
+        int64_t c = 0;
+        if (kind == FT_STREAM_COMPUTE) continue;
+        for (int64_t i = 0; i < record->n_works; i++) {
+            if ((int)w[i].stream != kind || w[i].group[0] == 0) continue;
+            *traffic_s += w[i].end_s - w[i].begin_s;
+            while (c < record->n_works &&
+                   (!ft__io_computes(&w[c]) || w[c].end_s <= w[i].begin_s))
+                c++;
+            for (int64_t k = c; k < record->n_works; k++) {
+                if (!ft__io_computes(&w[k])) continue;
+                if (w[k].begin_s >= w[i].end_s) break;
+                const double from = w[k].begin_s > w[i].begin_s ? w[k].begin_s : w[i].begin_s;
+                const double to = w[k].end_s < w[i].end_s ? w[k].end_s : w[i].end_s;
+                *under_s += to - from;
+            }
+        }
+    }
 }
 
 static size_t ft__io_point_sum(const ft_io_point *p)
@@ -3037,8 +3090,10 @@ static size_t ft__io_point_sum(const ft_io_point *p)
 
 /* -------------------------------------------------------------------------------- >>trace.impl */
 
+enum { FT__IO_PROGRAM = 0 }; /* a thread of the trace; stream k is thread 1 + k */
+
 static void ft__io_trace_begin(ft_io_json *json, const char *name, const char *phase, int rank,
-                               double time_s)
+                               int thread, double time_s)
 {
     ft_io_json_begin_object(json);
     ft_io_json_key(json, "name");
@@ -3048,7 +3103,7 @@ static void ft__io_trace_begin(ft_io_json *json, const char *name, const char *p
     ft_io_json_key(json, "pid");
     ft_io_json_int(json, rank);
     ft_io_json_key(json, "tid");
-    ft_io_json_int(json, 0);
+    ft_io_json_int(json, thread);
     ft_io_json_key(json, "ts");
     ft_io_json_float(json, time_s * 1e6);
 }
@@ -3057,7 +3112,7 @@ static void ft__io_trace_spans(ft_io_json *json, const ft_io_record *r)
 {
     for (int64_t i = 0; i < r->n_spans; i++) {
         const ft_span *span = &r->spans[i];
-        ft__io_trace_begin(json, span->name, "X", r->rank, span->begin_s);
+        ft__io_trace_begin(json, span->name, "X", r->rank, FT__IO_PROGRAM, span->begin_s);
         ft_io_json_key(json, "dur");
         ft_io_json_float(json, (span->end_s - span->begin_s) * 1e6);
         ft_io_json_key(json, "args");
@@ -3073,10 +3128,41 @@ static void ft__io_trace_spans(ft_io_json *json, const ft_io_record *r)
     }
 }
 
+static void ft__io_trace_works(ft_io_json *json, const ft_io_record *r)
+{
+    for (int64_t i = 0; i < r->n_works; i++) {
+        const ft_work *w = &r->works[i];
+        ft__io_trace_begin(json, w->name, "X", r->rank, 1 + (int)w->stream, w->begin_s);
+        ft_io_json_key(json, "dur");
+        ft_io_json_float(json, (w->end_s - w->begin_s) * 1e6);
+        ft_io_json_key(json, "args");
+        ft_io_json_begin_object(json);
+        if (w->group[0] || w->phase[0]) {
+            ft_io_json_key(json, w->group[0] ? "group" : "phase");
+            ft_io_json_string(json, w->group[0] ? w->group : w->phase);
+        }
+        ft_io_json_end_object(json);
+        ft_io_json_end_object(json);
+    }
+}
+
+/* What a process or a thread is called. */
+static void ft__io_trace_name(ft_io_json *json, const char *what, int rank, int thread,
+                              const char *name)
+{
+    ft__io_trace_begin(json, what, "M", rank, thread, 0);
+    ft_io_json_key(json, "args");
+    ft_io_json_begin_object(json);
+    ft_io_json_key(json, "name");
+    ft_io_json_string(json, name);
+    ft_io_json_end_object(json);
+    ft_io_json_end_object(json);
+}
+
 static void ft__io_trace_memory(ft_io_json *json, const ft_io_record *r)
 {
     for (int64_t i = 0; i < r->n_points; i++) {
-        ft__io_trace_begin(json, "memory", "C", r->rank, r->points[i].time_s);
+        ft__io_trace_begin(json, "memory", "C", r->rank, FT__IO_PROGRAM, r->points[i].time_s);
         ft_io_json_key(json, "args");
         ft_io_json_begin_object(json);
         for (int t = 0; t < FT_TAG_COUNT; t++) {
@@ -3098,16 +3184,15 @@ FT_API ft_status ft_io_trace_write(const char *path, int n, const ft_io_record *
     ft_io_json_key(json, "traceEvents");
     ft_io_json_begin_array(json);
     for (int r = 0; r < n; r++) {
+        static const char *const threads[1 + FT_STREAM_COUNT] = {
+            "program (host)", "compute stream", "gather stream", "reduce stream"};
         char name[32];
         snprintf(name, sizeof name, "rank %d", records[r].rank);
-        ft__io_trace_begin(json, "process_name", "M", records[r].rank, 0);
-        ft_io_json_key(json, "args");
-        ft_io_json_begin_object(json);
-        ft_io_json_key(json, "name");
-        ft_io_json_string(json, name);
-        ft_io_json_end_object(json);
-        ft_io_json_end_object(json);
+        ft__io_trace_name(json, "process_name", records[r].rank, FT__IO_PROGRAM, name);
+        for (int t = 0; t < 1 + (records[r].n_works ? FT_STREAM_COUNT : 0); t++)
+            ft__io_trace_name(json, "thread_name", records[r].rank, t, threads[t]);
         ft__io_trace_spans(json, &records[r]);
+        ft__io_trace_works(json, &records[r]);
         ft__io_trace_memory(json, &records[r]);
     }
     ft_io_json_end_array(json);

@@ -416,6 +416,7 @@ typedef struct rank_result { /* written by its own rank, read when all have ende
     ft_flops flops;                    /* all steps */
     int64_t sent[FT_COLLECTIVE_COUNT]; /* bytes, all groups, all steps */
     int64_t sent_by[SENDERS];          /* the same by who sends */
+    int64_t gpu, gpu_used;             /* its GPU, and the bytes in use there; -1: none */
 } rank_result;
 
 /* A launch: a plan on meta or a run. The ranks read it. They write their own row of
@@ -774,13 +775,19 @@ static sender sender_of(const char *group) {
 }
 
 /* Kept before anything but training has run: sampling and hashing are not part of the plan. */
-static void keep_result(trainer *t) {
+static ft_status keep_result(trainer *t) {
     enum { MAX_GROUPS = 16 };
     rank_result *result = &t->work->results[ft_rank(t->ctx)];
     ft_traffic traffic[MAX_GROUPS];
     int groups = ft_traffic_get(t->ctx, MAX_GROUPS, traffic), g, kind;
     ft_mem_get(t->ctx, &result->memory);
     ft_flops_get(t->ctx, &result->flops);
+    result->gpu = ft_ctx_gpu(t->ctx);
+    if (result->gpu >= 0) {
+        size_t free_bytes, total_bytes;
+        FT_TRY(ft_gpu_memory((int)result->gpu, &free_bytes, &total_bytes));
+        result->gpu_used = (int64_t)(total_bytes - free_bytes);
+    }
     memset(result->sent, 0, sizeof result->sent);
     memset(result->sent_by, 0, sizeof result->sent_by);
     for (g = 0; g < groups && g < MAX_GROUPS; g++)
@@ -788,6 +795,7 @@ static void keep_result(trainer *t) {
             result->sent[kind] += traffic[g].sent_bytes[kind];
             result->sent_by[sender_of(traffic[g].group)] += traffic[g].sent_bytes[kind];
         }
+    return FT_OK;
 }
 
 /* Under a launcher every process has a rank's result, and rank 0 prints them all. */
@@ -899,7 +907,7 @@ static ft_status rank_main(ft_ctx *ctx, void *user) {
     FT_TRY(trainer_create(&t));
     if (work->eval) FT_TRY(ft_group_strided(ctx, "eval", 0, 1, ft_world(ctx), &t.world));
     FT_TRY(train(&t));
-    keep_result(&t);
+    FT_TRY(keep_result(&t));
     if (!work->sampler) return FT_OK;
     if (ft_env_rank() >= 0) FT_TRY(share_results(&t));
     if (ft_rank(ctx) == 0 && work->line_open) putchar('\n');
@@ -1712,6 +1720,22 @@ static void print_reserved(int ranks, const rank_result *run) {
                (double)run[most].memory.reserved_bytes / (double)run[most].memory.peak_bytes);
 }
 
+/* Of the fullest GPU. Under a launcher a process has one rank, and a GPU for it alone. */
+static void print_gpu_memory(int ranks, const rank_result *run) {
+    char used[32], reserved[32], rest[32];
+    int64_t sum = 0;
+    int r, most = 0;
+    for (r = 1; r < ranks; r++)
+        if (run[r].gpu_used > run[most].gpu_used) most = r;
+    if (run[most].gpu < 0) return;
+    for (r = 0; r < ranks; r++)
+        if (r == most || (run[r].gpu == run[most].gpu && ft_env_rank() < 0))
+            sum += (int64_t)run[r].memory.reserved_bytes;
+    printf("  GPU %lld: %s bytes in use: %s of its ranks, %s of CUDA, its libraries and whoever\n"
+           "  else is there\n", (long long)run[most].gpu, thousands(run[most].gpu_used, used),
+           thousands(sum, reserved), thousands(run[most].gpu_used - sum, rest));
+}
+
 static ft_status train_for_real(program *p) {
     int ranks = rank_count(&p->set), wrong, r;
     ft_status status;
@@ -1743,6 +1767,7 @@ static ft_status train_for_real(program *p) {
     FT_TRY(print_memory(ranks, p->run));
     wrong = planned_wrong(ranks, p->plan, p->run);
     print_reserved(ranks, p->run);
+    print_gpu_memory(ranks, p->run);
     if (wrong == 0) puts("  equal to the plan, to the byte, on every rank");
     else printf("  NOT as planned on %d of %d ranks: please report this\n", wrong, ranks);
     printf("\nbytes sent by each rank in %lld steps\n", (long long)p->set.steps);
@@ -1826,12 +1851,28 @@ static ft_status write_report(const program *p, const char *settings_text) {
     return status;
 }
 
+/* How much of the last step's traffic nobody waited for. */
+static void print_overlap(const program *p) {
+    double traffic = 0, under = 0;
+    int r;
+    for (r = 0; r < rank_count(&p->set); r++) {
+        double a, b;
+        ft_io_record_overlap(&p->records[r], &a, &b);
+        traffic += a;
+        under += b;
+    }
+    if (traffic > 0)
+        printf("overlap: of %.2f ms a rank of gathers and reductions in the last step %.1f%% lie "
+               "under compute\n", 1e3 * traffic / rank_count(&p->set), 100 * under / traffic);
+}
+
 static ft_status write_records(program *p) {
     char text[2048];
     size_t at = 0;
     int i;
     if (!p->records) return FT_OK;
     if (p->set.device == FT_META) FT_TRY(retime_plan(p));
+    else print_overlap(p);
     text[0] = '\0';
     for (i = 0; i < p->argc && at + 1 < sizeof text; i++)
         at += (size_t)snprintf(text + at, sizeof text - at, "%s%s", i ? " " : "", p->argv[i]);

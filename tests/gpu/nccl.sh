@@ -13,24 +13,33 @@ pass() { passed=$((passed + 1)); echo "ok   $1"; }
 fail() { failed=$((failed + 1)); echo "FAIL $1"; }
 hash_of() { grep -E '^hash' | awk '{print $2}'; }
 
+limit="timeout -k 5 90" # of a run that is to end by itself
+guard=
+
 by_hand() { # RANK FLAGS...: this (sub)shell becomes one process of two, as a launcher would start it
     local rank=$1
     shift
-    exec env RANK=$rank WORLD_SIZE=2 LOCAL_RANK=$rank LOCAL_WORLD_SIZE=2 \
+    exec $guard env RANK=$rank WORLD_SIZE=2 LOCAL_RANK=$rank LOCAL_WORLD_SIZE=2 \
         NCCL_COMM_ID=127.0.0.1:29611 $T --device cuda --data LICENSE "$@"
 }
 launch() { # LAUNCHER FLAGS...
     local by=$1
     shift
     case $by in
-    torchrun) torchrun --no-python --nproc-per-node 2 --master-port 29600 \
+    torchrun) $limit torchrun --no-python --nproc-per-node 2 --master-port 29600 \
         $T --device cuda --data LICENSE "$@" 2>&1 ;;
-    mpirun) mpirun --allow-run-as-root --oversubscribe -n 2 $T --device cuda --data LICENSE "$@" \
+    mpirun) $limit mpirun --allow-run-as-root --oversubscribe -n 2 $T --device cuda --data LICENSE "$@" \
         2>&1 ;;
-    srun) srun -n 2 $T --device cuda --data LICENSE "$@" 2>&1 ;;
-    hand) by_hand 1 "$@" > $logs/rank1.log 2>&1 & (by_hand 0 "$@" 2>&1); wait $! ;;
-    threads) $T --device cuda --data LICENSE --gpus 2 --transport nccl "$@" 2>&1 ;;
-    local) $T --device cuda --data LICENSE --gpus 2 "$@" 2>&1 ;;
+    srun) $limit srun -n 2 $T --device cuda --data LICENSE "$@" 2>&1 ;;
+    hand)
+        guard=$limit
+        by_hand 1 "$@" > $logs/rank1.log 2>&1 &
+        (by_hand 0 "$@" 2>&1)
+        wait $!
+        guard=
+        ;;
+    threads) $limit $T --device cuda --data LICENSE --gpus 2 --transport nccl "$@" 2>&1 ;;
+    local) $limit $T --device cuda --data LICENSE --gpus 2 "$@" 2>&1 ;;
     esac
 }
 
@@ -97,22 +106,30 @@ else fail "other sizes: status $status and $other"; fi
 if [ "${1:-}" = bench ]; then
     head -c 3000000 /dev/urandom > build/bench_tokens.bin
     L1B="--hidden 2048 --layers 16 --heads 32 --kv-heads 8 --intermediate 8192 --vocab 128256
-        --tie-embeddings --micro-batch-size 4 --seq-len 4096 --dtype bf16 --steps 10"
+        --tie-embeddings --micro-batch-size 4 --seq-len 4096 --dtype bf16"
     speed() { # NAME: the median of the steps after the third, a GPU, and the peak
         sed -n 's/.*| \([0-9]*\) tok\/s | MFU \([0-9.?%]*\) | peak \([0-9.]*\) MiB.*/\1 \2 \3/p' |
             tail -n +4 | sort -n | awk -v n="$1" -v g="$2" '{r[NR] = $1; m[NR] = $2; p = $3}
                 END {k = int((NR + 1) / 2)
                      printf "%s: %d tok/s a GPU, MFU %s, peak %d MiB\n", n, r[k] / g, m[k], p}'
     }
-    $T --device cuda --data build/bench_tokens.bin --gpus 1 $L1B 2>&1 | speed "one GPU" 1
+    $T --device cuda --data build/bench_tokens.bin --gpus 1 $L1B --steps 10 2>&1 | speed "one GPU" 1
     for stage in 1 2 3; do
         for run in nccl local; do
             $T --device cuda --data build/bench_tokens.bin --gpus 2 --transport $run --dp 2 $L1B \
-                --zero-stage $stage 2>&1 | speed "ZeRO-$stage, dp 2, $run" 2
+                --steps 10 --zero-stage $stage 2>&1 | speed "ZeRO-$stage, dp 2, $run" 2
         done
     done
     $T --device cuda --data build/bench_tokens.bin --gpus 2 --transport nccl --dp 2 $L1B \
-        --zero-stage 3 --sac selective 2>&1 | speed "ZeRO-3, dp 2, nccl, selective" 2
+        --steps 10 --zero-stage 3 --sac selective 2>&1 | speed "ZeRO-3, dp 2, nccl, selective" 2
+    for stage in 1 2 3; do # the device's own times
+        line=$($T --device cuda --data build/bench_tokens.bin --gpus 2 --transport nccl --dp 2 $L1B \
+            --steps 4 --zero-stage $stage --trace $logs/trace$stage.json 2>&1 | grep '^overlap')
+        share=$(echo "$line" | sed -n 's/.* \([0-9.]*\)% lie under.*/\1/p')
+        if awk -v s="${share:-0}" 'BEGIN {exit !(s >= 80)}'; then pass "ZeRO-$stage, 1b: $line"
+        elif [ $stage = 3 ]; then fail "ZeRO-3, 1b: $line"
+        else echo "     ZeRO-$stage, 1b: $line"; fi
+    done
     if python3 -c 'import torch, transformers' 2> /dev/null; then
         torchrun --nproc-per-node 2 --master-port 29620 tests/gpu/torch_peer.py fsdp 2>&1 | tail -n 1
     fi
