@@ -6510,7 +6510,7 @@ static int64_t ft__att_before(int64_t first, int64_t key, int64_t n)
     return before < 0 ? 0 : before < n ? before : n;
 }
 
-/* Streaming softmax of one row over keys low..n-1 of a block: p = exp(s - m), 0 elsewhere, older
+/* Streaming softmax of one row over keys low..n-1 of a block: p = exp(s - m), 0 behind them, older
    sums scaled to the new m. */
 static void ft__att_softmax(float *p, int64_t low, int64_t n, float *o, int64_t E, float *m,
                             float *sum)
@@ -6518,7 +6518,6 @@ static void ft__att_softmax(float *p, int64_t low, int64_t n, float *o, int64_t 
     float *own = p + low;
     int64_t count = n - low;
     float top = ft__row_top(own, count, *m), old = *sum > 0 ? ft__expf(*m - top) : 0.0f;
-    for (int64_t j = 0; j < low; j++) p[j] = 0;
     for (int64_t j = 0; j < count; j++) own[j] -= top;
     ft__exp_row(own, count);
     for (int64_t j = n; j < FT__KEYS; j++) p[j] = 0;
@@ -6593,12 +6592,11 @@ static ft_status ft__attention_forward(const ft_op_call *call)
     return FT_OK;
 }
 
-/* p = exp(s - lse), ds = p (dp - delta) of keys low..n-1, 0 elsewhere; on entry s holds q k^T, ds
+/* p = exp(s - lse), ds = p (dp - delta) of keys low..n-1, 0 behind them; on entry s holds q k^T, ds
    holds dp = do v^T. */
 static void ft__att_unsoftmax(float *s, float *ds, int64_t low, int64_t n, float lse, float delta,
                               float scale)
 {
-    for (int64_t j = 0; j < low; j++) s[j] = ds[j] = 0;
     for (int64_t j = low; j < n; j++) s[j] = s[j] * scale - lse;
     ft__exp_row(s + low, n - low);
     for (int64_t j = low; j < n; j++) ds[j] = s[j] * (ds[j] - delta) * scale;
