@@ -733,6 +733,16 @@ FT_API ft_status ft_attention(ft_ctx *ctx, ft_tensor **o, ft_tensor *qkv, int64_
    o[B,T,H*D] from packed qkv[B,T,(H+2K)*D]. Streaming softmax (Milakov and Gimelshein 2018; Dao
    2023, alg. 1): no T x T matrix exists. Saved: qkv, o and the row log-sum-exp fp32 [B,H,T].
    Flops: 2 B H T^2 D forward (half of the square), 2.5 times that backward. */
+FT_API ft_status ft_attention_docs(ft_ctx *ctx, ft_tensor **o, ft_tensor *qkv, ft_tensor *doc_start,
+                                   int64_t H, int64_t K, int64_t D);
+/* The same for rows of several documents: token t of row b attends to s with doc_start[b,t] <= s <=
+   t, doc_start int32 [B,T] without a gradient, or NULL: ft_attention, to the bit, as is a doc_start
+   of zeros. Each document gives what it gives alone in a row: RoPE (ft_rope) makes scores depend on
+   distances only, so positions need not restart with a document. In a row doc_start must not
+   decrease, and doc_start[b,t] be in 0..t: the CPU refuses the rest with FT_ERR_DATA, naming the
+   position. Saved: doc_start too. Keys before a document are skipped by blocks of 64, while the
+   flops counted are those of ft_attention: a cost knows shapes, not values.
+   FT_ERR_UNSUPPORTED on FT_GPU, and in a plan for it. */
 
 FT_API ft_status ft_swiglu(ft_ctx *ctx, ft_tensor **y, ft_tensor *gu);
 /* y[...,F] = silu(gate) * up, packed gu[...,2F] = (gate, up) (Shazeer 2020, eq. 6). Saved: gu, over
@@ -6489,7 +6499,10 @@ FT_API ft_status ft_head_norm(ft_ctx *ctx, ft_tensor **y, ft_tensor *qkv, ft_ten
    ft__tile_gemm, whose 4 x 16 results stay in registers. Backward forms the probabilities again
    from the saved log-sum-exp, and gathers dk and dv of a kv head in fp32 over its query heads.
    Workspace, in floats, P = T rounded up to FT__KEYS, E = D rounded up to FT__SUMS: 2 P E forward,
-   5 P E backward, and a few tiles. */
+   5 P E backward, and a few tiles.
+   With documents a tile ends where its document ends, so all of its rows begin at the same key:
+   blocks before that are not visited, nor, in the block in which it lies, the keys before it. So
+   nothing of another document, not even a NaN, comes into play. */
 
 #define FT__KEYS 64
 #define FT__TILE 4
@@ -6541,6 +6554,7 @@ static void ft__tile_outer(float *c, const float *p, const float *a, int64_t row
 typedef struct ft__att { /* sizes and workspace of one call */
     int64_t B, T, H, K, D, W, P, E;
     float scale;
+    const int32_t *doc;     /* doc_start [B,T], or NULL */
     float *k, *kt, *v, *vt; /* k, v [P,E]; kt, vt [P/64][E][64]; which exist depends on the phase */
     float *dk, *dv;         /* [P,E] */
     float *q, *o, *g;       /* tiles [4,E]: queries, outputs or their gradients, gradients of q */
@@ -6558,6 +6572,7 @@ static void ft__att_sizes(ft__att *a, const ft_op_call *call)
     a->H = call->attr.i[0];
     a->K = call->attr.i[1];
     a->D = call->attr.i[2];
+    a->doc = call->in[1].present ? (const int32_t *)call->in[1].data : NULL;
     a->P = ft__round_up(a->T, FT__KEYS);
     a->E = ft__round_up(a->D, FT__SUMS);
     a->scale = (float)(1.0 / sqrt((double)a->D));
@@ -6619,13 +6634,13 @@ static void ft__att_load(const ft__att *a, const ft_view *qkv, int64_t b, int64_
     }
 }
 
-/* Four rows of `from` (row length `width`) at column col, from position t; zero beyond T. */
+/* Four rows of `from` (row length `width`) at column col, from position t; zero from `last` on. */
 static void ft__att_tile(const ft__att *a, float *tile, const ft_view *from, int64_t width,
-                         int64_t b, int64_t t, int64_t col)
+                         int64_t b, int64_t t, int64_t last, int64_t col)
 {
     for (int64_t r = 0; r < FT__TILE; r++) {
         float *row = tile + r * a->E;
-        if (t + r < a->T) ft__get_grad(row, from, (b * a->T + t + r) * width + col, a->D);
+        if (t + r < last) ft__get_grad(row, from, (b * a->T + t + r) * width + col, a->D);
         else memset(row, 0, (size_t)a->D * sizeof(float));
     }
 }
@@ -6636,14 +6651,40 @@ static int64_t ft__att_seen(int64_t t, int64_t key) /* keys of the block that po
     return n < 0 ? 0 : n < FT__KEYS ? n : FT__KEYS;
 }
 
-/* Streaming softmax of one row over one block: p = exp(s - m), older sums scaled to the new m. */
-static void ft__att_softmax(float *p, int64_t n, float *o, int64_t E, float *m, float *sum)
+/* The first key that position t of row b sees. */
+static int64_t ft__att_first(const ft__att *a, int64_t b, int64_t t)
 {
-    float top = ft__row_top(p, n, *m), old = *sum > 0 ? ft__expf(*m - top) : 0.0f;
-    for (int64_t j = 0; j < n; j++) p[j] -= top;
-    ft__exp_row(p, n);
+    return a->doc ? a->doc[b * a->T + t] : 0;
+}
+
+/* Where the tile that begins at position t ends. */
+static int64_t ft__att_last(const ft__att *a, int64_t b, int64_t t)
+{
+    int64_t last = t + 1;
+    while (last < t + FT__TILE && last < a->T && ft__att_first(a, b, last) == ft__att_first(a, b, t))
+        last++;
+    return last;
+}
+
+/* How many of a block's n keys lie before `first`. */
+static int64_t ft__att_before(int64_t first, int64_t key, int64_t n)
+{
+    int64_t before = first - key;
+    return before < 0 ? 0 : before < n ? before : n;
+}
+
+/* Streaming softmax of one row over keys low..n-1 of a block: p = exp(s - m), 0 behind them, older
+   sums scaled to the new m. */
+static void ft__att_softmax(float *p, int64_t low, int64_t n, float *o, int64_t E, float *m,
+                            float *sum)
+{
+    float *own = p + low;
+    int64_t count = n - low;
+    float top = ft__row_top(own, count, *m), old = *sum > 0 ? ft__expf(*m - top) : 0.0f;
+    for (int64_t j = 0; j < count; j++) own[j] -= top;
+    ft__exp_row(own, count);
     for (int64_t j = n; j < FT__KEYS; j++) p[j] = 0;
-    *sum = *sum * old + (float)ft__row_sum(p, n);
+    *sum = *sum * old + (float)ft__row_sum(own, count);
     *m = top;
     if (old == 1.0f) return;
     for (int64_t d = 0; d < E; d++) o[d] *= old;
@@ -6653,23 +6694,26 @@ static void ft__att_forward_tile(const ft__att *a, const ft_op_call *call, int64
                                  int64_t t)
 {
     float m[FT__TILE], sum[FT__TILE], *lse = (float *)call->out[1].data;
-    int64_t last = t + FT__TILE < a->T ? t + FT__TILE : a->T;
-    ft__att_tile(a, a->q, &call->in[0], a->W, b, t, h * a->D);
+    int64_t last = ft__att_last(a, b, t), first = ft__att_first(a, b, t);
+    ft__att_tile(a, a->q, &call->in[0], a->W, b, t, last, h * a->D);
     for (int64_t i = 0; i < FT__TILE * a->E; i++) a->q[i] *= a->scale;
     memset(a->o, 0, (size_t)(FT__TILE * a->E) * sizeof(float));
     for (int r = 0; r < FT__TILE; r++) {
         m[r] = -3.0e38f;
         sum[r] = 0;
     }
-    for (int64_t key = 0; key < last; key += FT__KEYS) {
-        int64_t n = ft__att_seen(last - 1, key);
-        ft__tile_gemm(a->s, FT__KEYS, a->q, a->E, a->kt + key * a->E, FT__KEYS,
-                      ft__round_up(n, FT__SUMS), a->D, 0);
+    for (int64_t key = first / FT__KEYS * FT__KEYS; key < last; key += FT__KEYS) {
+        int64_t n = ft__att_seen(last - 1, key), skip = ft__att_before(first, key, n);
+        int64_t at = skip / FT__SUMS * FT__SUMS;
+        ft__tile_gemm(a->s + at, FT__KEYS, a->q, a->E, a->kt + key * a->E + at, FT__KEYS,
+                      ft__round_up(n, FT__SUMS) - at, a->D, 0);
         for (int r = 0; r < FT__TILE; r++) {
             int64_t seen = t + r < last ? ft__att_seen(t + r, key) : 0;
-            ft__att_softmax(a->s + r * FT__KEYS, seen, a->o + r * a->E, a->E, &m[r], &sum[r]);
+            int64_t low = ft__att_before(first, key, seen);
+            ft__att_softmax(a->s + r * FT__KEYS, low, seen, a->o + r * a->E, a->E, &m[r], &sum[r]);
         }
-        ft__tile_gemm(a->o, a->E, a->s, FT__KEYS, a->v + key * a->E, a->E, a->E, n, 1);
+        ft__tile_gemm(a->o, a->E, a->s + skip, FT__KEYS, a->v + (key + skip) * a->E, a->E, a->E,
+                      n - skip, 1);
     }
     for (int64_t r = 0; t + r < last; r++) {
         float *row = a->o + r * a->E, inverse = 1.0f / sum[r];
@@ -6679,28 +6723,46 @@ static void ft__att_forward_tile(const ft__att *a, const ft_op_call *call, int64
     }
 }
 
+static ft_status ft__att_check_docs(const ft__att *a)
+{
+    for (int64_t b = 0; b < a->B && a->doc; b++)
+        for (int64_t t = 0; t < a->T; t++) {
+            int64_t first = ft__att_first(a, b, t), least = t ? ft__att_first(a, b, t - 1) : 0;
+            if (first >= least && first <= t) continue;
+            return ft_error(FT_ERR_DATA, "attention: doc_start %lld at position [%lld,%lld] of "
+                            "[%lld,%lld] is outside %lld..%lld: the first token of a document is "
+                            "not behind its tokens, nor before that of the token to the left",
+                            (long long)first, (long long)b, (long long)t, (long long)a->B,
+                            (long long)a->T, (long long)least, (long long)t);
+        }
+    return FT_OK;
+}
+
 static ft_status ft__attention_forward(const ft_op_call *call)
 {
     ft__att a;
     ft__att_begin(&a, call);
+    FT_TRY(ft__att_check_docs(&a));
     const int64_t H = a.H, K = a.K, D = a.D;
     for (int64_t b = 0; b < a.B; b++)
         for (int64_t k = 0; k < K; k++) {
             ft__att_load(&a, &call->in[0], b, (H + k) * D, NULL, a.kt);
             ft__att_load(&a, &call->in[0], b, (H + K + k) * D, a.v, NULL);
             for (int64_t h = k * (H / K); h < (k + 1) * (H / K); h++)
-                for (int64_t t = 0; t < a.T; t += FT__TILE)
+                for (int64_t t = 0; t < a.T; t = ft__att_last(&a, b, t))
                     ft__att_forward_tile(&a, call, b, h, t);
         }
     return FT_OK;
 }
 
-/* p = exp(s - lse), ds = p (dp - delta); on entry s holds q k^T, ds holds dp = do v^T. */
-static void ft__att_unsoftmax(float *s, float *ds, int64_t n, float lse, float delta, float scale)
+/* p = exp(s - lse), ds = p (dp - delta) of keys low..n-1, 0 behind them; on entry s holds q k^T, ds
+   holds dp = do v^T. */
+static void ft__att_unsoftmax(float *s, float *ds, int64_t low, int64_t n, float lse, float delta,
+                              float scale)
 {
-    for (int64_t j = 0; j < n; j++) s[j] = s[j] * scale - lse;
-    ft__exp_row(s, n);
-    for (int64_t j = 0; j < n; j++) ds[j] = s[j] * (ds[j] - delta) * scale;
+    for (int64_t j = low; j < n; j++) s[j] = s[j] * scale - lse;
+    ft__exp_row(s + low, n - low);
+    for (int64_t j = low; j < n; j++) ds[j] = s[j] * (ds[j] - delta) * scale;
     for (int64_t j = n; j < FT__KEYS; j++) s[j] = ds[j] = 0;
 }
 
@@ -6710,26 +6772,28 @@ static void ft__att_backward_tile(const ft__att *a, const ft_op_call *call, int6
 {
     float delta[FT__TILE];
     const float *lse = (const float *)call->out[1].data + (b * a->H + h) * a->T;
-    int64_t last = t + FT__TILE < a->T ? t + FT__TILE : a->T, width = a->H * a->D;
-    ft__att_tile(a, a->o, &call->dout[0], width, b, t, h * a->D);
-    ft__att_tile(a, a->q, &call->out[0], width, b, t, h * a->D);
+    int64_t last = ft__att_last(a, b, t), first = ft__att_first(a, b, t), width = a->H * a->D;
+    ft__att_tile(a, a->o, &call->dout[0], width, b, t, last, h * a->D);
+    ft__att_tile(a, a->q, &call->out[0], width, b, t, last, h * a->D);
     for (int r = 0; r < FT__TILE; r++)
         delta[r] = (float)ft__row_dot(a->o + r * a->E, a->q + r * a->E, a->D);
-    ft__att_tile(a, a->q, &call->in[0], a->W, b, t, h * a->D);
+    ft__att_tile(a, a->q, &call->in[0], a->W, b, t, last, h * a->D);
     memset(a->g, 0, (size_t)(FT__TILE * a->E) * sizeof(float));
-    for (int64_t key = 0; key < last; key += FT__KEYS) {
-        int64_t n = ft__att_seen(last - 1, key), wide = ft__round_up(n, FT__SUMS);
-        int64_t from = key * a->E;
-        ft__tile_gemm(a->s, FT__KEYS, a->q, a->E, a->kt + from, FT__KEYS, wide, a->D, 0);
-        ft__tile_gemm(a->ds, FT__KEYS, a->o, a->E, a->vt + from, FT__KEYS, wide, a->D, 0);
+    for (int64_t key = first / FT__KEYS * FT__KEYS; key < last; key += FT__KEYS) {
+        int64_t n = ft__att_seen(last - 1, key), skip = ft__att_before(first, key, n);
+        int64_t at = skip / FT__SUMS * FT__SUMS, wide = ft__round_up(n, FT__SUMS) - at;
+        int64_t block = key * a->E + at, from = (key + skip) * a->E;
+        ft__tile_gemm(a->s + at, FT__KEYS, a->q, a->E, a->kt + block, FT__KEYS, wide, a->D, 0);
+        ft__tile_gemm(a->ds + at, FT__KEYS, a->o, a->E, a->vt + block, FT__KEYS, wide, a->D, 0);
         for (int r = 0; r < FT__TILE; r++) {
             int64_t seen = t + r < last ? ft__att_seen(t + r, key) : 0;
-            ft__att_unsoftmax(a->s + r * FT__KEYS, a->ds + r * FT__KEYS, seen,
+            int64_t low = ft__att_before(first, key, seen);
+            ft__att_unsoftmax(a->s + r * FT__KEYS, a->ds + r * FT__KEYS, low, seen,
                               seen ? lse[t + r] : 0.0f, delta[r], a->scale);
         }
-        ft__tile_gemm(a->g, a->E, a->ds, FT__KEYS, a->k + from, a->E, a->E, n, 1);
-        ft__tile_outer(a->dv + from, a->s, a->o, n, a->E);
-        ft__tile_outer(a->dk + from, a->ds, a->q, n, a->E);
+        ft__tile_gemm(a->g, a->E, a->ds + skip, FT__KEYS, a->k + from, a->E, a->E, n - skip, 1);
+        ft__tile_outer(a->dv + from, a->s + skip, a->o, n - skip, a->E);
+        ft__tile_outer(a->dk + from, a->ds + skip, a->q, n - skip, a->E);
     }
     for (int64_t r = 0; t + r < last; r++)
         ft__put(&call->din[0], (b * a->T + t + r) * a->W + h * a->D, a->D, a->g + r * a->E,
@@ -6749,7 +6813,7 @@ static ft_status ft__attention_backward(const ft_op_call *call)
             ft__att_load(&a, &call->in[0], b, value_col, NULL, a.vt);
             memset(a.dk, 0, (size_t)(2 * a.P * a.E) * sizeof(float)); /* and dv behind it */
             for (int64_t h = k * (H / K); h < (k + 1) * (H / K); h++)
-                for (int64_t t = 0; t < a.T; t += FT__TILE)
+                for (int64_t t = 0; t < a.T; t = ft__att_last(&a, b, t))
                     ft__att_backward_tile(&a, call, b, h, t);
             for (int64_t t = 0; t < a.T; t++) {
                 int64_t row = (b * a.T + t) * a.W;
@@ -6763,6 +6827,11 @@ static ft_status ft__attention_backward(const ft_op_call *call)
 static ft_status ft__attention_infer(ft_op_call *call)
 {
     FT_TRY(ft__want_heads(call));
+    const ft_view *doc = &call->in[1];
+    if (doc->present && (doc->dtype != FT_I32 || doc->ndim != 2 ||
+                         doc->shape[0] != call->in[0].shape[0] ||
+                         doc->shape[1] != call->in[0].shape[1]))
+        return ft__shape_error(call, 0, 1, "doc_start must be int32 [B,T] as qkv's");
     ft__out_like(call, 0, &call->in[0]);
     call->out[0].shape[2] = call->attr.i[0] * call->attr.i[2];
     ft__out_like(call, 1, &call->in[0]);
@@ -6779,22 +6848,35 @@ static void ft__attention_cost(const ft_op_call *call, double *flops, double *by
 }
 
 static const ft_op ft__op_attention = {
-    "attention", 1, 2, 0, FT_IN(0), FT_IN(0), { FT_IN(0) | FT_OUT(0) | FT_OUT(1) }, 0, 0, 0,
+    "attention", 2, 2, FT_IN(1), FT_IN(0), FT_IN(0),
+    { FT_IN(0) | FT_IN(1) | FT_OUT(0) | FT_OUT(1) }, 0, 0, 0,
     ft__attention_infer, ft__attention_cost, ft__attention_scratch, ft__attention_forward,
     ft__attention_backward, NULL, NULL, NULL,
     FT_GPU_KERNELS(ftk_attention_forward, ftk_attention_backward, NULL)
 };
 
-FT_API ft_status ft_attention(ft_ctx *ctx, ft_tensor **o, ft_tensor *qkv, int64_t H, int64_t K,
-                              int64_t D)
+FT_API ft_status ft_attention_docs(ft_ctx *ctx, ft_tensor **o, ft_tensor *qkv, ft_tensor *doc_start,
+                                   int64_t H, int64_t K, int64_t D)
 {
-    ft_tensor *out[2];
+    ft_tensor *in[2], *out[2];
     ft_attr attr;
+    /* The device kernels do not read in[1]. */
+    if (doc_start && (ctx->device == FT_META ? ctx->config.plan_for : ctx->device) == FT_GPU)
+        return ft_error(FT_ERR_UNSUPPORTED, "attention: the GPU kernels do not take documents "
+                        "(doc_start): use the cpu device, or rows of one document each");
     ft__heads_attr(&attr, H, K, D, 0);
-    FT_TRY(ft_apply(ctx, &ft__op_attention, &qkv, &attr, out));
+    in[0] = qkv;
+    in[1] = doc_start;
+    FT_TRY(ft_apply(ctx, &ft__op_attention, in, &attr, out));
     ft_tensor_free(out[1]);
     *o = out[0];
     return FT_OK;
+}
+
+FT_API ft_status ft_attention(ft_ctx *ctx, ft_tensor **o, ft_tensor *qkv, int64_t H, int64_t K,
+                              int64_t D)
+{
+    return ft_attention_docs(ctx, o, qkv, NULL, H, K, D);
 }
 
 /* ---- SwiGLU: y = silu(gate) up, packed (gate, up) ---- */

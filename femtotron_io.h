@@ -58,7 +58,8 @@
                of all windows, then epoch 1's, and so on. A batch may span the end of an epoch;
                nothing is dropped or seen twice. The sequence depends on (seed, number of windows)
                alone, so a run continues identically on another number of ranks, and needs no state
-               but the step. An evaluation takes windows 0, 1, 2, ... as they lie, each once.
+               but the step; ft_io_sampler_state counts in samples, and continues with another G
+               too. An evaluation takes windows 0, 1, 2, ... as they lie, each once.
 
        operation                      memory                        time
        ft_io_safetensors_open         header + 150 B a tensor       n log n in the tensors
@@ -275,6 +276,8 @@ typedef struct ft_io_sampler { /* a plain value: nothing to free; `data` must ou
     int64_t windows;           /* N = (tokens - 1) / T */
     int64_t global_batch;      /* G */
     uint64_t seed;
+    int64_t first_step;        /* its first sample is number first_sample of the sequence */
+    int64_t first_sample;
 } ft_io_sampler;
 
 FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *data, int64_t seq_len,
@@ -296,6 +299,27 @@ FT_API ft_status ft_io_sampler_fill(const ft_io_sampler *sampler, int64_t step, 
                                     int32_t *labels);
 /* tokens[B,T], labels[B,T] of one rank and micro-batch, B = G / (R M), which must divide: positions
    (micro_batch * R + rank) * B onwards. Together they are the global batch, once. */
+
+/* What a checkpoint keeps of a sampler: where it is in which sequence, and of which data. */
+typedef struct ft_io_sampler_state {
+    uint64_t seed;
+    int64_t samples;           /* used: the next one is number `samples` of the sequence */
+    int64_t seq_len;           /* T */
+    int64_t windows;           /* N */
+    int64_t tokens;            /* of the data */
+    uint64_t data_hash;        /* of 1024 tokens spread evenly over the data */
+} ft_io_sampler_state;
+
+FT_API ft_status ft_io_sampler_state_get(const ft_io_sampler *sampler, int64_t step,
+                                         ft_io_sampler_state *state);
+/* The state before step `step` (and after the one before it). Independent of ranks, micro-batches,
+   and of how tokens are stored and cut into files. Reads 1024 tokens. */
+FT_API ft_status ft_io_sampler_state_set(ft_io_sampler *sampler, const ft_io_sampler_state *state,
+                                         int64_t step);
+/* Continues: step `step` begins with sample number state->samples of the sequence, and the seed is
+   the state's. The global batch may be another one: nothing is left out or seen twice. The sampler
+   is initialised, with the same data and T: FT_ERR_DATA, naming both, where they are others.
+   Steps before `step` are gone: FT_ERR_ARG. On an error the sampler is as before. */
 
 FT_API int64_t ft_io_permute(uint64_t seed, int64_t epoch, int64_t n, int64_t i);
 /* Element i of epoch `epoch`'s permutation of 0..n-1, in O(1) memory: a Feistel network over the
@@ -2727,17 +2751,35 @@ FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *da
     return FT_OK;
 }
 
+/* The sample of the sequence that is at `position` of step `step`. */
+static ft_status ft__io_sampler_sample(const ft_io_sampler *sampler, const char *function,
+                                       int64_t step, int64_t position, int64_t *sample)
+{
+    const int64_t batch = sampler->global_batch, steps = step - sampler->first_step;
+    if (step >= 0 && sampler->first_step >= 0 && steps >= 0 &&
+        position <= INT64_MAX - sampler->first_sample &&
+        steps <= (INT64_MAX - sampler->first_sample - position) / batch) {
+        *sample = sampler->first_sample + steps * batch + position;
+        return FT_OK;
+    }
+    return ft_error(FT_ERR_ARG,
+                    "%s: step %lld of a global batch of %lld; this sampler begins with step %lld, "
+                    "and its samples are counted in 63 bits",
+                    function, (long long)step, (long long)batch, (long long)sampler->first_step);
+}
+
 FT_API ft_status ft_io_sampler_index(const ft_io_sampler *sampler, int64_t step, int64_t position,
                                      int64_t *window, int64_t *epoch)
 {
     if (sampler == NULL || sampler->data == NULL)
         return ft_error(FT_ERR_ARG, "ft_io_sampler_index: the sampler is not initialised");
     const int64_t batch = sampler->global_batch;
-    if (step < 0 || position < 0 || position >= batch || step > (INT64_MAX - position) / batch)
+    int64_t at = 0;
+    if (position < 0 || position >= batch)
         return ft_error(FT_ERR_ARG,
                         "ft_io_sampler_index: step %lld, position %lld of a global batch of %lld",
                         (long long)step, (long long)position, (long long)batch);
-    const int64_t at = step * batch + position;
+    FT_TRY(ft__io_sampler_sample(sampler, "ft_io_sampler_index", step, position, &at));
     if (epoch != NULL) *epoch = at / sampler->windows;
     if (window != NULL)
         *window = ft_io_permute(sampler->seed, at / sampler->windows, sampler->windows,
@@ -2779,6 +2821,77 @@ FT_API ft_status ft_io_sampler_fill(const ft_io_sampler *sampler, int64_t step, 
     const int64_t B = sampler->global_batch / shares;
     return ft_io_sampler_read(sampler, step, ((int64_t)micro_batch * ranks + rank) * B, B, tokens,
                               labels);
+}
+
+/* FNV-1a over the values of up to 1024 tokens, as they are stored. */
+static uint64_t ft__io_data_hash(const ft_io_data *data)
+{
+    const int64_t most = 1024, n = data->tokens < most ? data->tokens : most;
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (int64_t i = 0; i < n; i++) {
+        /* i * tokens / n without its overflow */
+        const int64_t at = data->tokens / n * i + data->tokens % n * i / n;
+        const ft__io_part *part = ft__io_part_at(data, at);
+        const size_t width = ft__io_tokens[data->token].bytes;
+        const uint64_t value =
+            ft__io_load((const unsigned char *)part->data + (size_t)(at - part->first) * width,
+                        width);
+        for (int k = 0; k < 8; k++) hash = (hash ^ (value >> 8 * k & 255u)) * 0x100000001b3u;
+    }
+    return hash;
+}
+
+FT_API ft_status ft_io_sampler_state_get(const ft_io_sampler *sampler, int64_t step,
+                                         ft_io_sampler_state *state)
+{
+    if (sampler == NULL || sampler->data == NULL || state == NULL)
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_sampler_state_get: the sampler is not initialised, or state is NULL");
+    memset(state, 0, sizeof *state);
+    FT_TRY(ft__io_sampler_sample(sampler, "ft_io_sampler_state_get", step, 0, &state->samples));
+    state->seed = sampler->seed;
+    state->seq_len = sampler->seq_len;
+    state->windows = sampler->windows;
+    state->tokens = sampler->data->tokens;
+    state->data_hash = ft__io_data_hash(sampler->data);
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_sampler_state_set(ft_io_sampler *sampler, const ft_io_sampler_state *state,
+                                         int64_t step)
+{
+    if (sampler == NULL || sampler->data == NULL || state == NULL || step < 0)
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_sampler_state_set: step %lld; the sampler is not initialised, or "
+                        "state is NULL",
+                        (long long)step);
+    const char *path = sampler->data->parts[0].path;
+    if (state->seq_len != sampler->seq_len)
+        return ft_error(FT_ERR_DATA,
+                        "%s: the run that is continued had a sequence length of %lld, this one has "
+                        "%lld, and with it other samples; give %lld",
+                        path, (long long)state->seq_len, (long long)sampler->seq_len,
+                        (long long)state->seq_len);
+    if (state->tokens != sampler->data->tokens || state->windows != sampler->windows)
+        return ft_error(FT_ERR_DATA,
+                        "%s: the run that is continued had data of %lld tokens in %lld samples, "
+                        "this is %lld tokens in %lld samples; give the same files in the same order",
+                        path, (long long)state->tokens, (long long)state->windows,
+                        (long long)sampler->data->tokens, (long long)sampler->windows);
+    const uint64_t hash = ft__io_data_hash(sampler->data);
+    if (state->data_hash != hash)
+        return ft_error(FT_ERR_DATA,
+                        "%s: the data of the run that is continued has the hash %016llx, this has "
+                        "%016llx: other tokens, though as many; give the same files in the same "
+                        "order",
+                        path, (unsigned long long)state->data_hash, (unsigned long long)hash);
+    if (state->samples < 0)
+        return ft_error(FT_ERR_DATA, "%s: the state of the sampler has used %lld samples", path,
+                        (long long)state->samples);
+    sampler->seed = state->seed;
+    sampler->first_step = step;
+    sampler->first_sample = state->samples;
+    return FT_OK;
 }
 
 /* --------------------------------------------------------------------------------- >>eval.impl */

@@ -24,8 +24,8 @@
 
    WHAT IT DOES NOT DO
      No dropout, no sliding window, no mixture of experts, no padding mask (ignore a token by its
-     label, -100), no documents packed in a row with masks between them, no key-value cache: each
-     call of ft_llama_logits computes all of its tokens. It reads and writes no files: see
+     label, -100), no key-value cache: each call of ft_llama_logits computes all of its tokens. It
+     reads and writes no files: see
      femtotron_io.h. Logits and the trainer's sample need a whole model on each rank: of one that is
      cut over tp or pp there is the loss.
 
@@ -49,6 +49,12 @@
                "layer.0", "layer.1", ...; "final" (the last norm and, if untied, the head).
      pack      Weights that one GEMM reads lie in one tensor: q, k, v rows in `qkv`; gate and up
                rows in `gate_up`. Hugging Face's tensors are runs of rows of it (ft_llama_param).
+     document  Several may lie in a row, one after the other. doc_start int32 [B,T] says at which
+               token of the row the document of each token begins (0 for one that began before the
+               row); attention then stays inside documents: ft_attention_docs. Each pipeline stage
+               is given the same doc_start, as it is given the tokens; tp ranks have some heads of
+               all tokens, so doc_start is whole, under sequence parallelism too. What crosses the
+               end of a document in the loss is the labels' affair: make that label -100.
      decay     Tensors of two dimensions decay, norms and biases do not. In a unit the former come
                first, so that each shard has few borders between the two.
 
@@ -191,6 +197,12 @@ FT_API ft_status ft_llama_chunk(ft_llama *model, int chunk, ft_tensor *tokens, f
 FT_API ft_status ft_llama_boundary(const ft_llama *model, int64_t B, int64_t T, int *ndim,
                                    int64_t shape[3]);
 /* The shape of what travels between stages; its dtype is the model's. */
+FT_API ft_status ft_llama_chunk_docs(ft_llama *model, int chunk, ft_tensor *tokens,
+                                     ft_tensor *labels, ft_tensor *doc_start, ft_tensor *scale,
+                                     const ft_sac *sac, ft_tensor *x, ft_tensor **out);
+/* ft_llama_chunk for rows of several documents: doc_start int32 [B,T], the same on every stage and
+   tp rank, or NULL, which is ft_llama_chunk. A tape keeps it as long as an attention's backward
+   needs it. Other shapes: FT_ERR_SHAPE. Values, and devices: ft_attention_docs. */
 
 FT_API ft_status ft_llama_loss(ft_llama *model, ft_tensor *tokens, ft_tensor *labels,
                                ft_tensor *scale, const ft_sac *sac, ft_tensor **loss);
@@ -199,11 +211,18 @@ FT_API ft_status ft_llama_loss(ft_llama *model, ft_tensor *tokens, ft_tensor *la
    *loss fp32 [1] = scale * sum of -log p(label); scale [1] as ft_zero_step_begin gives it, NULL:
    1 / (number of counted labels). Records on the current tape, one segment a layer; without a tape
    it only evaluates. A collective call in ZeRO-3, which gathers. */
+FT_API ft_status ft_llama_loss_docs(ft_llama *model, ft_tensor *tokens, ft_tensor *labels,
+                                    ft_tensor *doc_start, ft_tensor *scale, const ft_sac *sac,
+                                    ft_tensor **loss);
+/* The same for rows of several documents, as ft_llama_chunk_docs. */
 FT_API ft_status ft_llama_logits(ft_llama *model, ft_tensor *tokens, int last_only,
                                  ft_tensor **logits);
 /* [B,T,V], or [B,1,V] of the last token only, in the model's dtype; the caller frees it. For
    evaluation: FT_ERR_STATE while a tape records. Whole logits are B T V elements of act. A
    collective call in ZeRO-3. */
+FT_API ft_status ft_llama_logits_docs(ft_llama *model, ft_tensor *tokens, ft_tensor *doc_start,
+                                      int last_only, ft_tensor **logits);
+/* The same for rows of several documents, as ft_llama_chunk_docs. */
 
 /* ------------------------------------------------------------------------------------ >>params */
 
@@ -891,7 +910,7 @@ static ft_status ft__llama_row(const ft_llama *m, ft_tensor **y, ft_tensor *x, f
 /* a = attention's contribution to the residual stream x, which stays the caller's. [B,T,C] both, or
    this tp rank's tokens of it. */
 static ft_status ft__llama_attention(const ft_llama *m, const ft__llama_layer *l, int64_t B,
-                                     int64_t T, ft_tensor *x, ft_tensor **a)
+                                     int64_t T, ft_tensor *docs, ft_tensor *x, ft_tensor **a)
 {
     const ft_llama_config *c = &m->config;
     ft_ctx *ctx = m->ctx;
@@ -908,7 +927,7 @@ static ft_status ft__llama_attention(const ft_llama *m, const ft__llama_layer *l
     }
     ft_tensor *rotated;
     FT_TRY(ft_rope(ctx, &rotated, qkv, m->rope, H, K, c->head_dim));
-    FT_TRY(ft_attention(ctx, &o, rotated, H, K, c->head_dim));
+    FT_TRY(ft_attention_docs(ctx, &o, rotated, docs, H, K, c->head_dim));
     ft_tensor_free(rotated);
     FT_TRY(ft__llama_row(m, a, o, l->o, l->o_bias));
     ft_tensor_free(o);
@@ -931,13 +950,14 @@ static ft_status ft__llama_mlp(const ft_llama *m, const ft__llama_layer *l, int6
 
 /* One layer: *x is replaced. `given`: it is the caller's, who keeps it; else it is used up. */
 static ft_status ft__llama_layer_forward(const ft_llama *m, const ft__llama_layer *l, ft_sac sac,
-                                         int64_t B, int64_t T, int given, ft_tensor **x)
+                                         int64_t B, int64_t T, ft_tensor *docs, int given,
+                                         ft_tensor **x)
 {
     ft_ctx *ctx = m->ctx;
     ft_tensor *a, *r, *y, *d, *next;
     FT_TRY(ft_zero_enter(m->zero, l->unit, 0));
     FT_TRY(ft_segment_begin(ctx, l->name, sac));
-    FT_TRY(ft__llama_attention(m, l, B, T, *x, &a));
+    FT_TRY(ft__llama_attention(m, l, B, T, docs, *x, &a));
     FT_TRY(ft_add_rmsnorm(ctx, &r, &y, *x, a, l->post_norm, m->config.norm_eps));
     if (!given) ft_tensor_free(*x);
     ft_tensor_free(a);
@@ -959,8 +979,8 @@ static ft_status ft__llama_embed(const ft_llama *m, ft_tensor *tokens, ft_tensor
 }
 
 /* Embedding (of virtual stage 0) and layers of virtual stage v: *x, not yet normed. */
-static ft_status ft__llama_stack(const ft_llama *m, int v, ft_tensor *tokens, const ft_sac *sac,
-                                 ft_tensor **x)
+static ft_status ft__llama_stack(const ft_llama *m, int v, ft_tensor *tokens, ft_tensor *docs,
+                                 const ft_sac *sac, ft_tensor **x)
 {
     ft_sac none;
     int given = v > 0;
@@ -968,7 +988,7 @@ static ft_status ft__llama_stack(const ft_llama *m, int v, ft_tensor *tokens, co
     if (v == 0) FT_TRY(ft__llama_embed(m, tokens, x));
     for (int64_t i = m->first_layer[v]; i < m->first_layer[v + 1]; i++) {
         FT_TRY(ft__llama_layer_forward(m, &m->layers[i], sac ? sac[i] : none, tokens->shape[0],
-                                       tokens->shape[1], given, x));
+                                       tokens->shape[1], docs, given, x));
         given = 0;
     }
     return FT_OK;
@@ -1006,22 +1026,31 @@ static ft_status ft__llama_head_loss(const ft_llama *m, ft_tensor *x, ft_tensor 
     return ft__llama_head_leave(m);
 }
 
+/* int32 [B,T] as the tokens, which are checked. */
+static ft_status ft__llama_check_like(const ft_llama *m, const char *who, const ft_tensor *tokens,
+                                      const char *what, const ft_tensor *t)
+{
+    FT_TRY(ft__llama_check_tokens(m, who, what, t));
+    if (tokens->shape[0] == t->shape[0] && tokens->shape[1] == t->shape[1]) return FT_OK;
+    return ft_error(FT_ERR_SHAPE, "%s: tokens [%lld,%lld] and %s [%lld,%lld] differ", who,
+                    (long long)tokens->shape[0], (long long)tokens->shape[1], what,
+                    (long long)t->shape[0], (long long)t->shape[1]);
+}
+
 static ft_status ft__llama_check_batch(const ft_llama *m, const char *who, const ft_tensor *tokens,
-                                       const ft_tensor *labels)
+                                       const ft_tensor *labels, const ft_tensor *docs)
 {
     FT_TRY(ft__llama_check_tokens(m, who, "tokens", tokens));
-    FT_TRY(ft__llama_check_tokens(m, who, "labels", labels));
-    if (tokens->shape[0] != labels->shape[0] || tokens->shape[1] != labels->shape[1])
-        return ft_error(FT_ERR_SHAPE, "%s: tokens [%lld,%lld] and labels [%lld,%lld] differ", who,
-                        (long long)tokens->shape[0], (long long)tokens->shape[1],
-                        (long long)labels->shape[0], (long long)labels->shape[1]);
+    FT_TRY(ft__llama_check_like(m, who, tokens, "labels", labels));
+    if (docs) FT_TRY(ft__llama_check_like(m, who, tokens, "doc_start", docs));
     if (m->tp_size == 1) return FT_OK;
     return ft_tp_check(m->tp_size, m->tp->sequence_parallel, 0, 0, 0, tokens->shape[0],
                        tokens->shape[1]);
 }
 
-FT_API ft_status ft_llama_chunk(ft_llama *m, int chunk, ft_tensor *tokens, ft_tensor *labels,
-                                ft_tensor *scale, const ft_sac *sac, ft_tensor *x, ft_tensor **out)
+FT_API ft_status ft_llama_chunk_docs(ft_llama *m, int chunk, ft_tensor *tokens, ft_tensor *labels,
+                                     ft_tensor *doc_start, ft_tensor *scale, const ft_sac *sac,
+                                     ft_tensor *x, ft_tensor **out)
 {
     if (!m || !out) return ft_error(FT_ERR_ARG, "ft_llama_chunk: model or out is NULL");
     if (chunk < 0 || chunk >= m->V)
@@ -1030,11 +1059,17 @@ FT_API ft_status ft_llama_chunk(ft_llama *m, int chunk, ft_tensor *tokens, ft_te
     if ((v == 0) != (x == NULL))
         return ft_error(FT_ERR_ARG, "ft_llama_chunk: virtual stage %d %s an input", v,
                         v ? "needs" : "takes no");
-    FT_TRY(ft__llama_check_batch(m, "ft_llama_chunk", tokens, labels));
-    FT_TRY(ft__llama_stack(m, v, tokens, sac, &x));
+    FT_TRY(ft__llama_check_batch(m, "ft_llama_chunk", tokens, labels, doc_start));
+    FT_TRY(ft__llama_stack(m, v, tokens, doc_start, sac, &x));
     *out = x;
     if (v < m->P * m->V - 1) return FT_OK;
     return ft__llama_head_loss(m, x, labels, scale, out);
+}
+
+FT_API ft_status ft_llama_chunk(ft_llama *m, int chunk, ft_tensor *tokens, ft_tensor *labels,
+                                ft_tensor *scale, const ft_sac *sac, ft_tensor *x, ft_tensor **out)
+{
+    return ft_llama_chunk_docs(m, chunk, tokens, labels, NULL, scale, sac, x, out);
 }
 
 FT_API ft_status ft_llama_boundary(const ft_llama *m, int64_t B, int64_t T, int *ndim,
@@ -1048,8 +1083,9 @@ FT_API ft_status ft_llama_boundary(const ft_llama *m, int64_t B, int64_t T, int 
     return cut ? ft_tp_check(m->tp_size, 1, 0, 0, 0, B, T) : FT_OK;
 }
 
-FT_API ft_status ft_llama_loss(ft_llama *m, ft_tensor *tokens, ft_tensor *labels, ft_tensor *scale,
-                               const ft_sac *sac, ft_tensor **loss)
+FT_API ft_status ft_llama_loss_docs(ft_llama *m, ft_tensor *tokens, ft_tensor *labels,
+                                    ft_tensor *doc_start, ft_tensor *scale, const ft_sac *sac,
+                                    ft_tensor **loss)
 {
     if (!m || !loss) return ft_error(FT_ERR_ARG, "ft_llama_loss: model or loss is NULL");
     if (m->P * m->V > 1)
@@ -1057,8 +1093,14 @@ FT_API ft_status ft_llama_loss(ft_llama *m, ft_tensor *tokens, ft_tensor *labels
                         "ft_llama_loss: the model is cut in %d stages x %d chunks; "
                         "run it by ft_llama_chunk, or ft_pp_run",
                         m->P, m->V);
-    FT_TRY(ft__llama_check_batch(m, "ft_llama_loss", tokens, labels));
-    return ft_llama_chunk(m, 0, tokens, labels, scale, sac, NULL, loss);
+    FT_TRY(ft__llama_check_batch(m, "ft_llama_loss", tokens, labels, doc_start));
+    return ft_llama_chunk_docs(m, 0, tokens, labels, doc_start, scale, sac, NULL, loss);
+}
+
+FT_API ft_status ft_llama_loss(ft_llama *m, ft_tensor *tokens, ft_tensor *labels, ft_tensor *scale,
+                               const ft_sac *sac, ft_tensor **loss)
+{
+    return ft_llama_loss_docs(m, tokens, labels, NULL, scale, sac, loss);
 }
 
 /* *last [B,1,C] = the rows of the last token; x [B,T,C] is used up. */
@@ -1081,11 +1123,14 @@ static ft_status ft__llama_last(const ft_llama *m, ft_tensor *x, ft_tensor **las
     return FT_OK;
 }
 
-FT_API ft_status ft_llama_logits(ft_llama *m, ft_tensor *tokens, int last_only, ft_tensor **logits)
+FT_API ft_status ft_llama_logits_docs(ft_llama *m, ft_tensor *tokens, ft_tensor *doc_start,
+                                      int last_only, ft_tensor **logits)
 {
     ft_tensor *x, *y;
     if (!m || !logits) return ft_error(FT_ERR_ARG, "ft_llama_logits: model or logits is NULL");
     FT_TRY(ft__llama_check_tokens(m, "ft_llama_logits", "tokens", tokens));
+    if (doc_start)
+        FT_TRY(ft__llama_check_like(m, "ft_llama_logits", tokens, "doc_start", doc_start));
     if (ft_tape_current(m->ctx))
         return ft_error(FT_ERR_STATE, "ft_llama_logits: a tape is recording; logits are for "
                         "evaluation: call ft_tape_end first, or ft_llama_loss to train");
@@ -1094,7 +1139,7 @@ FT_API ft_status ft_llama_logits(ft_llama *m, ft_tensor *tokens, int last_only, 
                         "ft_llama_logits: the model is cut over tp %d, pp %d; logits "
                         "need a whole one on each rank",
                         m->tp_size, m->P);
-    FT_TRY(ft__llama_stack(m, 0, tokens, NULL, &x));
+    FT_TRY(ft__llama_stack(m, 0, tokens, doc_start, NULL, &x));
     if (last_only && x->shape[1] > 1) {
         ft_tensor *whole = x;
         FT_TRY(ft__llama_last(m, whole, &x));
@@ -1103,6 +1148,11 @@ FT_API ft_status ft_llama_logits(ft_llama *m, ft_tensor *tokens, int last_only, 
     FT_TRY(ft_linear(m->ctx, logits, y, m->head, NULL));
     ft_tensor_free(y);
     return ft__llama_head_leave(m);
+}
+
+FT_API ft_status ft_llama_logits(ft_llama *m, ft_tensor *tokens, int last_only, ft_tensor **logits)
+{
+    return ft_llama_logits_docs(m, tokens, NULL, last_only, logits);
 }
 
 /* ------------------------------------------------------------------------------- >>params.impl */

@@ -773,6 +773,104 @@ static void continues_identically_at_any_step(void **state)
     }
 }
 
+/* The windows of samples from..to-1 of the sequence, read in steps of `batch` from step `step` on. */
+static void collect_samples(const ft_io_sampler *sampler, int64_t step, int from, int to,
+                            int64_t *order)
+{
+    const int batch = (int)sampler->global_batch;
+    for (int at = from; at < to; at += batch, step++)
+        for (int b = 0; b < batch && at + b < to; b++)
+            assert_ok(ft_io_sampler_index(sampler, step, b, &order[at + b], NULL));
+}
+
+/* Kept, and set again with a global batch of another size: the sequence goes on where it was, from
+   the middle of an epoch and over its end, and again from there. */
+static void a_state_continues_with_any_batch(void **state)
+{
+    (void)state;
+    enum { N = 400 };
+    static const int batches[] = {1, 2, 3, 12, 29, 40};
+    int64_t reference[N], order[N];
+    ft_io_data *data = open_stream(1, STREAM, 4);
+    ft_io_sampler sampler, next;
+    ft_io_sampler_state kept, again;
+    assert_ok(ft_io_sampler_init(&sampler, data, ROW, 1, 11));
+    collect_samples(&sampler, 0, 0, N, reference);
+    for (size_t i = 0; i < COUNT(batches); i++)
+        for (size_t k = 0; k < COUNT(batches); k++)
+            for (int64_t step = 0; step < 5; step++) {
+                const int used = (int)step * batches[i];
+                memset(order, 0xff, sizeof order);
+                assert_ok(ft_io_sampler_init(&sampler, data, ROW, batches[i], 11));
+                collect_samples(&sampler, 0, 0, used, order);
+                assert_ok(ft_io_sampler_state_get(&sampler, step, &kept));
+                assert_int_equal(kept.samples, used);
+                ft_io_data *other = open_stream(1, STREAM, 1 + (int)k); /* cut otherwise */
+                assert_ok(ft_io_sampler_init(&next, other, ROW, batches[k], 999));
+                assert_ok(ft_io_sampler_state_set(&next, &kept, 1000));
+                collect_samples(&next, 1000, used, used + 100, order);
+                assert_memory_equal(order, reference, (size_t)(used + 100) * sizeof *order);
+                /* What is kept of the second run is what the first would keep. */
+                assert_ok(ft_io_sampler_state_get(&next, 1000, &again));
+                assert_memory_equal(&again, &kept, sizeof kept);
+                assert_ok(ft_io_sampler_state_get(&next, 1003, &again));
+                assert_int_equal(again.samples, used + 3 * batches[k]);
+                assert_error(ft_io_sampler_index(&next, 999, 0, NULL, NULL), FT_ERR_ARG,
+                             "step 999", "begins with step 1000");
+                ft_io_data_close(other);
+            }
+    ft_io_data_close(data);
+}
+
+static void a_state_knows_its_data(void **state)
+{
+    (void)state;
+    static int64_t tokens[STREAM];
+    ft_io_sampler sampler, other;
+    ft_io_sampler_state kept, bad;
+    for (int i = 0; i < STREAM; i++) tokens[i] = token_at(1, i);
+    const char *path = write_shard("known", 1, 1, tokens, STREAM);
+    ft_io_data *data = open_file(path, 1), *changed;
+    assert_ok(ft_io_sampler_init(&sampler, data, ROW, 4, 11));
+    assert_ok(ft_io_sampler_state_get(&sampler, 7, &kept));
+    assert_int_equal(kept.tokens, STREAM);
+    assert_int_equal(kept.windows, WINDOWS);
+    assert_ok(ft_io_sampler_init(&other, data, ROW + 1, 4, 11));
+    assert_error(ft_io_sampler_state_set(&other, &kept, 7), FT_ERR_DATA, path,
+                 "had a sequence length of 7, this one has 8");
+    /* One token more, one less, another one; and both numbers are named. */
+    for (int k = 0; k < 3; k++) {
+        static int64_t more[STREAM + 1];
+        memcpy(more, tokens, sizeof tokens);
+        more[STREAM] = 3;
+        if (k == 2) more[100]++;
+        const char *there = write_shard("changed", 1, 0, more, k == 0 ? STREAM + 1 :
+                                        k == 1 ? STREAM - 1 : STREAM);
+        changed = open_file(there, 1);
+        assert_ok(ft_io_sampler_init(&other, changed, ROW, 4, 12));
+        assert_error(ft_io_sampler_state_set(&other, &kept, 7), FT_ERR_DATA, there,
+                     k == 0 ? "data of 206 tokens in 29 samples, this is 207 tokens in 29 samples"
+                     : k == 1 ? "data of 206 tokens in 29 samples, this is 205 tokens in 29 samples"
+                              : "other tokens, though as many");
+        assert_int_equal(other.seed, 12); /* as before */
+        assert_int_equal(other.first_sample, 0);
+        ft_io_data_close(changed);
+    }
+    bad = kept;
+    bad.samples = -1;
+    assert_error(ft_io_sampler_state_set(&sampler, &bad, 7), FT_ERR_DATA, path, "used -1 samples");
+    bad.samples = INT64_MAX - 4;
+    assert_ok(ft_io_sampler_state_set(&sampler, &bad, 7));
+    assert_error(ft_io_sampler_index(&sampler, 8, 1, NULL, NULL), FT_ERR_ARG, "step 8", "63 bits");
+    assert_ok(ft_io_sampler_index(&sampler, 7, 3, NULL, NULL));
+    assert_error(ft_io_sampler_state_set(&sampler, NULL, 7), FT_ERR_ARG, "state_set", "NULL");
+    assert_error(ft_io_sampler_state_set(&sampler, &kept, -1), FT_ERR_ARG, "step -1", "");
+    assert_error(ft_io_sampler_state_get(&sampler, 3, &kept), FT_ERR_ARG, "step 3",
+                 "begins with step 7");
+    assert_error(ft_io_sampler_state_get(&sampler, 7, NULL), FT_ERR_ARG, "state_get", "NULL");
+    ft_io_data_close(data);
+}
+
 /* ----------------------------------------------------------------------------------- evaluation */
 
 static void evaluation_sees_each_window_once(void **state)
@@ -959,6 +1057,8 @@ int main(void)
         TEST(each_epoch_has_each_window_once),
         TEST(the_order_is_that_of_the_stream_alone),
         TEST(continues_identically_at_any_step),
+        TEST(a_state_continues_with_any_batch),
+        TEST(a_state_knows_its_data),
         TEST(evaluation_sees_each_window_once),
         TEST(refuses_bad_evaluations),
         TEST(the_loss_of_an_evaluation_is_that_of_its_windows),
