@@ -310,7 +310,7 @@ FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events);
 /* The events kept since launch (config.timeline); their number is returned, 0 when off. */
 FT_API void ft_mem_timeline_clear(ft_ctx *ctx);
 /* Forgets events, spans and works so far: to keep the last step alone. Open spans begin here. On
-   FT_GPU the device's clock is set by the host's, for which the host waits for the compute stream. */
+   FT_GPU the device's clock is set by the host's: the host waits for the compute stream. */
 
 typedef struct ft_span { /* a stretch of the program: a pipeline's action, the optimizer's step */
     const char *name;
@@ -739,10 +739,9 @@ FT_API ft_status ft_attention_docs(ft_ctx *ctx, ft_tensor **o, ft_tensor *qkv, f
    t, doc_start int32 [B,T] without a gradient, or NULL: ft_attention, to the bit, as is a doc_start
    of zeros. Each document gives what it gives alone in a row: RoPE (ft_rope) makes scores depend on
    distances only, so positions need not restart with a document. In a row doc_start must not
-   decrease, and doc_start[b,t] be in 0..t: the CPU refuses the rest with FT_ERR_DATA, naming the
-   position. Saved: doc_start too. Keys before a document are skipped by blocks of 64, while the
-   flops counted are those of ft_attention: a cost knows shapes, not values.
-   FT_ERR_UNSUPPORTED on FT_GPU, and in a plan for it. */
+   decrease, and doc_start[b,t] be in 0..t: FT_ERR_DATA, naming the position (on FT_GPU at the next
+   synchronisation). Saved: doc_start too. Keys before a document are skipped by blocks, while the
+   flops counted are those of ft_attention: a cost knows shapes, not values. */
 
 FT_API ft_status ft_swiglu(ft_ctx *ctx, ft_tensor **y, ft_tensor *gu);
 /* y[...,F] = silu(gate) * up, packed gu[...,2F] = (gate, up) (Shazeer 2020, eq. 6). Saved: gu, over
@@ -914,7 +913,8 @@ FT_API size_t ftk_rows_sum_bytes(int64_t n, int64_t o);
 FT_API size_t ftk_lookup_bytes(int64_t rows, int64_t n, int64_t C);
 /* Workspace of the gradient of a table of rows x C from n tokens; in every build too. */
 
-enum { FTK_FAULT_EMBEDDING = 0, FTK_FAULT_CE, FTK_FAULT_TP_EMBEDDING, FTK_FAULT_TP_CE, FTK_FAULTS };
+enum { FTK_FAULT_EMBEDDING = 0, FTK_FAULT_CE, FTK_FAULT_TP_EMBEDDING, FTK_FAULT_TP_CE,
+       FTK_FAULT_DOCUMENT, FTK_FAULTS };
 
 #ifdef FT_CUDA
 #define FT_GPU_KERNELS(forward, backward, replay) { forward, backward, replay }
@@ -6860,10 +6860,6 @@ FT_API ft_status ft_attention_docs(ft_ctx *ctx, ft_tensor **o, ft_tensor *qkv, f
 {
     ft_tensor *in[2], *out[2];
     ft_attr attr;
-    /* The device kernels do not read in[1]. */
-    if (doc_start && (ctx->device == FT_META ? ctx->config.plan_for : ctx->device) == FT_GPU)
-        return ft_error(FT_ERR_UNSUPPORTED, "attention: the GPU kernels do not take documents "
-                        "(doc_start): use the cpu device, or rows of one document each");
     ft__heads_attr(&attr, H, K, D, 0);
     in[0] = qkv;
     in[1] = doc_start;
@@ -10275,7 +10271,10 @@ static ft_status ft__gpu_fault(const struct ft__gpu *g)
         {"embedding: token", "", ""},
         {"linear_cross_entropy: label", "the vocabulary ", "; -100 marks a token to ignore"},
         {"tp_embedding: token", "", ""},
-        {"tp_linear_cross_entropy: label", "the vocabulary ", "; -100 marks a token to ignore"}};
+        {"tp_linear_cross_entropy: label", "the vocabulary ", "; -100 marks a token to ignore"},
+        {"attention: doc_start", "",
+         ", or less than that of the token to the left: the first token of a document is not behind "
+         "its tokens, nor before that of the token to the left"}};
     for (int k = 0; k < FTK_FAULTS; k++) {
         const uint64_t *at = g->fault_host + 3 * k;
         if (at[0] == UINT64_MAX) continue;

@@ -1008,9 +1008,9 @@ FT_API ft_status ftk_mul_backward(const ft_op_call *call)
    Row i of C elements is head i % per of token i / per; it begins at token * width + head * C.
 
    Three kernels for each direction; W elements are an item, 16 bytes:
-     long    more than 32 items a row. A group of `lanes` threads has a row, as it lies in memory: of
+     long    more than 32 items a row. A group of `lanes` threads has a row, as it lies in memory:
              forward FTK_NORM_DEEP items a thread, in registers, so up to 16384 bf16 or 8192 fp32
-             of C. Backward has 2 or 4 items a thread, in a ring in shared memory.
+             of C; backward 2 or 4 items a thread, in a ring in shared memory.
      short   up to 32 items a row, one a thread; `lanes` is a power of two, and a group has
              FTK_NORM_DEEP rows at a time.
      any     every other C and layer norm: a block a row, several passes over it.
@@ -1019,9 +1019,9 @@ FT_API ft_status ftk_mul_backward(const ft_op_call *call)
    of an H200. So a thread issues all loads of a row before it uses the first; forward has as many
    blocks as rows ask for; backward, whose blocks stay because they keep dw in registers, has the
    next row on its way to the ring (cp.async) while it works on this one. A thread reads only what
-   it fetched itself, so the ring needs no barrier. Weights come from the L1 cache. H200, bf16, C 768
-   to 8192: forward 0.89 to 0.93 of a copy's bandwidth, with the residual 0.97 to 1.00; backward 0.72
-   to 0.83, with `pass` 0.83 to 0.88.
+   it fetched itself, so the ring needs no barrier. Weights come from the L1 cache. On an H200, bf16,
+   C 768 to 8192: forward 0.89 to 0.93 of a copy's bandwidth, with the residual 0.97 to 1.00;
+   backward 0.72 to 0.83, with `pass` 0.83 to 0.88.
    dw: parts [blocks, sets, C] fp32, at most 264 blocks, added by parts_kernel. */
 
 enum { FTK_NORM_THREADS = 256, FTK_NORM_MOST = 512 /* of a block */, FTK_NORM_DEEP = 4 };
@@ -1200,7 +1200,8 @@ static __device__ __forceinline__ void norm_fetch(uint4 *slot, const T *base, in
 {
     if (base && vec) {
         const unsigned to = (unsigned)__cvta_generic_to_shared(slot);
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(base + i) : "memory");
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(base + i)
+                     : "memory");
     } else {
         *slot = base ? take(base + i, 0) : make_uint4(0, 0, 0, 0);
     }
@@ -3191,6 +3192,15 @@ FT_API ft_status ftk_zero_sgd(const ft_op_call *call)
    newer), rounded up to a head size of 64, 80, 96 or 128 with zeros in shared memory. The third,
    bf16 on wgmma (sm_90a), takes head sizes up to 64 and from 97 to 128.
 
+   Rows of several documents: doc [B,T] says where the document of a position begins, so that t sees
+   first(t) = doc[b,t] .. t, and key k is seen by k .. end(k) - 1, the rest of its document; without
+   doc 0 and all. doc does not decrease, so end(k) is found by halving, and tiles of keys before
+   first of a tile's first row, and of rows from end of its last key on, are left out. A row may see
+   nothing of a tile between: its running maximum begins with a finite number, which no exponential
+   of -infinity notices. What is left out and masked changes no sum: doc of zeros gives the bits of
+   none. In the tiles between, another document's keys and values are multiplied by zero, as are
+   those beyond the diagonal: finite ones do nothing.
+
    Numerics: products of bf16 summed in fp32; the softmax in fp32 with base 2 exponentials, so the
    scale is log2(e) / sqrt(D); probabilities and ds are rounded to bf16 to be factors again.
    Every sum has one order, and no two blocks write the same element. */
@@ -3206,6 +3216,8 @@ typedef struct ftk__att { /* one call, as its kernels see it */
     float *lse, *lse2, *delta;
     int f32, dout_f32, dqkv_f32; /* dtypes: 1 fp32, 0 bf16; f32 is that of qkv and o */
     int accumulate;              /* dqkv += instead of = */
+    const int32_t *doc;          /* NULL: one document */
+    uint64_t *fault;             /* where one that is out of order is noted */
 } ftk__att;
 
 #define FTK__ATT_ROUND 256       /* P is a multiple of this, and of every tile */
@@ -3233,6 +3245,39 @@ static __device__ __forceinline__ void ftk__att_put2(void *to, int f32, int add,
     }
     if (f32) *(float2 *)((float *)to + i) = make_float2(x, y);
     else *(__nv_bfloat162 *)((ftk__bf16 *)to + i) = __floats2bfloat162_rn(x, y);
+}
+
+#define FTK__ATT_LEAST (-1e30f) /* of running maxima, below every score */
+
+/* The first key that row t sees. What is out of order is noted elsewhere; here it stays in 0..t. */
+static __device__ __forceinline__ int ftk__att_first(const ftk__att &a, int64_t b, int64_t t)
+{
+    if (!a.doc || t >= a.T) return 0;
+    const int first = a.doc[b * a.T + t];
+    return first < 0 ? 0 : first > (int)t ? (int)t : first;
+}
+
+/* One more than the last row that sees key k. */
+static __device__ __forceinline__ int ftk__att_end(const ftk__att &a, int64_t b, int64_t k)
+{
+    int low = (int)k + 1, high = (int)a.T;
+    if (!a.doc) return INT_MAX;
+    while (low < high) { /* rows below low see k, rows from high on do not */
+        const int middle = low + (high - low) / 2;
+        if (a.doc[b * a.T + middle] > k) high = middle;
+        else low = middle + 1;
+    }
+    return high;
+}
+
+/* doc in 0..t, and not below its left neighbour; a thread a position. */
+static __global__ void __launch_bounds__(256) ftk__att_check_docs(ftk__att a)
+{
+    const int64_t i = (int64_t)blockIdx.x * 256 + threadIdx.x, t = i % a.T;
+    if (i >= a.B * a.T) return;
+    const int32_t first = a.doc[i], least = t ? a.doc[i - 1] : 0;
+    if (first < 0 || first < least || first > t)
+        note_fault(a.fault, FTK_FAULT_DOCUMENT, i, a.B * a.T, first, t + 1);
 }
 
 /* Block i is tile i / n of head i % n among n = `group` heads (fewer in the last group): the heads
@@ -3354,8 +3399,7 @@ static __device__ void ftk__att_simple_store(void *to, int f32, int add, int64_t
                              c[i][k] * (i ? by1 : by0));
 }
 
-/* Streaming softmax over tiles of keys from the left: key 0 is seen by every row, so that the
-   running maximum m is finite from the first tile on.
+/* Streaming softmax over tiles of keys from the left.
    Grid: a block for each (query head, tile of 32 rows). 4 B H T^2 D / 2 flops on fp32 units. */
 template <int NC>
 static __global__ void __launch_bounds__(256) ftk__att_simple_forward(ftk__att a)
@@ -3371,11 +3415,14 @@ static __global__ void __launch_bounds__(256) ftk__att_simple_forward(ftk__att a
     ftk__att_place(a, a.B * a.H, tiles, &bh, &tile);
     int64_t b = bh / a.H, h = bh % a.H, kv = h / (a.H / a.K), base = b * a.T * a.W;
     int64_t first = (int64_t)(tiles - 1 - tile) * FTK__ATT_S;
-    float m[2] = { -INFINITY, -INFINITY }, sum[2] = { 0, 0 }, o[2][NC];
+    float m[2] = { FTK__ATT_LEAST, FTK__ATT_LEAST }, sum[2] = { 0, 0 }, o[2][NC];
+    const int seen[2] = { ftk__att_first(a, b, first + 2 * y),
+                          ftk__att_first(a, b, first + 2 * y + 1) };
 #pragma unroll
     for (int c = 0; c < NC; c++) o[0][c] = o[1][c] = 0;
     ftk__att_simple_load(q, a.qkv, a.f32, base + h * D, a.W, first, a.T, D);
-    for (int64_t key = 0; key <= first; key += FTK__ATT_S) {
+    for (int64_t key = ftk__att_first(a, b, first) / FTK__ATT_S * FTK__ATT_S; key <= first;
+         key += FTK__ATT_S) {
         float s[2][2];
         __syncthreads();
         ftk__att_simple_load(k, a.qkv, a.f32, base + (a.H + kv) * D, a.W, key, a.T, D);
@@ -3388,7 +3435,8 @@ static __global__ void __launch_bounds__(256) ftk__att_simple_forward(ftk__att a
 #pragma unroll
             for (int j = 0; j < 2; j++) {
                 s[i][j] *= a.scale2;
-                if (key + x + 16 * j > first + 2 * y + i) s[i][j] = -INFINITY;
+                if (key + x + 16 * j > first + 2 * y + i || key + x + 16 * j < seen[i])
+                    s[i][j] = -INFINITY;
                 top = fmaxf(top, s[i][j]);
             }
             for (int step = 8; step > 0; step /= 2)
@@ -3440,13 +3488,15 @@ static __global__ void __launch_bounds__(256) ftk__att_simple_dkv(ftk__att a)
     int64_t bk;
     ftk__att_place(a, a.B * a.K, tiles, &bk, &tile);
     int64_t b = bk / a.K, kv = bk % a.K, base = b * a.T * a.W, key = (int64_t)tile * FTK__ATT_S;
+    const int64_t end = ftk__att_end(a, b, key + FTK__ATT_S - 1);
+    const int seen[2] = { ftk__att_end(a, b, key + 2 * y), ftk__att_end(a, b, key + 2 * y + 1) };
     float dk[2][NC], dv[2][NC];
 #pragma unroll
     for (int c = 0; c < NC; c++) dk[0][c] = dk[1][c] = dv[0][c] = dv[1][c] = 0;
     ftk__att_simple_load(k, a.qkv, a.f32, base + (a.H + kv) * D, a.W, key, a.T, D);
     ftk__att_simple_load(v, a.qkv, a.f32, base + (a.H + a.K + kv) * D, a.W, key, a.T, D);
     for (int64_t h = kv * (a.H / a.K); h < (kv + 1) * (a.H / a.K); h++)
-        for (int64_t first = key; first < a.T; first += FTK__ATT_S) {
+        for (int64_t first = key; first < a.T && first < end; first += FTK__ATT_S) {
             float s[2][2], dp[2][2];
             __syncthreads();
             ftk__att_simple_load(q, a.qkv, a.f32, base + h * D, a.W, first, a.T, D);
@@ -3460,8 +3510,8 @@ static __global__ void __launch_bounds__(256) ftk__att_simple_dkv(ftk__att a)
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
                     int64_t t = first + x + 16 * j, row = (b * a.H + h) * a.P + t;
-                    ftk__att_unsoftmax(&s[i][j], &dp[i][j], key + 2 * y + i <= t, a.lse2[row],
-                                       a.delta[row], a.scale2);
+                    ftk__att_unsoftmax(&s[i][j], &dp[i][j], key + 2 * y + i <= t && t < seen[i],
+                                       a.lse2[row], a.delta[row], a.scale2);
                     p[(2 * y + i) * FTK__ATT_SP + x + 16 * j] = s[i][j];
                     ds[(2 * y + i) * FTK__ATT_SP + x + 16 * j] = dp[i][j];
                 }
@@ -3489,12 +3539,15 @@ static __global__ void __launch_bounds__(256) ftk__att_simple_dq(ftk__att a)
     ftk__att_place(a, a.B * a.H, tiles, &bh, &tile);
     int64_t b = bh / a.H, h = bh % a.H, kv = h / (a.H / a.K), base = b * a.T * a.W;
     int64_t first = (int64_t)(tiles - 1 - tile) * FTK__ATT_S;
+    const int seen[2] = { ftk__att_first(a, b, first + 2 * y),
+                          ftk__att_first(a, b, first + 2 * y + 1) };
     float dq[2][NC];
 #pragma unroll
     for (int c = 0; c < NC; c++) dq[0][c] = dq[1][c] = 0;
     ftk__att_simple_load(q, a.qkv, a.f32, base + h * D, a.W, first, a.T, D);
     ftk__att_simple_load(g, a.dout, a.dout_f32, (b * a.T * a.H + h) * D, a.H * D, first, a.T, D);
-    for (int64_t key = 0; key <= first; key += FTK__ATT_S) {
+    for (int64_t key = ftk__att_first(a, b, first) / FTK__ATT_S * FTK__ATT_S; key <= first;
+         key += FTK__ATT_S) {
         float s[2][2], dp[2][2];
         __syncthreads();
         ftk__att_simple_load(k, a.qkv, a.f32, base + (a.H + kv) * D, a.W, key, a.T, D);
@@ -3506,8 +3559,8 @@ static __global__ void __launch_bounds__(256) ftk__att_simple_dq(ftk__att a)
         for (int i = 0; i < 2; i++)
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                int64_t t = first + 2 * y + i, row = bh * a.P + t;
-                ftk__att_unsoftmax(&s[i][j], &dp[i][j], key + x + 16 * j <= t, a.lse2[row],
+                int64_t t = first + 2 * y + i, row = bh * a.P + t, k_at = key + x + 16 * j;
+                ftk__att_unsoftmax(&s[i][j], &dp[i][j], k_at <= t && k_at >= seen[i], a.lse2[row],
                                    a.delta[row], a.scale2);
                 ds[(2 * y + i) * FTK__ATT_SP + x + 16 * j] = dp[i][j];
             }
@@ -3739,9 +3792,9 @@ static __device__ __forceinline__ void ftk__att_store(void *to, int f32, int add
 /* ---- forward ----
 
    Dao 2023, algorithm 1. A block of WARPS warps owns BM = 16 MT WARPS query rows of a head, a warp
-   16 MT of them with its o [16 MT, DP] in registers, and meets tiles of BN keys from the left: key
-   0 is seen by every row, so that the running maximum is finite from the first tile on, and only
-   tiles that reach beyond a warp's first row are masked, those beyond its last row skipped.
+   16 MT of them with its o [16 MT, DP] in registers, and meets tiles of BN keys from the left: only
+   tiles that reach beyond a warp's first row are masked, those beyond its last row skipped; and
+   masked those in which a document of its rows begins.
    STAGES 2: tile j+1 arrives while tile j is computed. STAGES 1: v arrives during q k^T, the next k
    during p v, in half the shared memory.
 
@@ -3773,22 +3826,26 @@ static __global__ void __launch_bounds__(WARPS * 32) ftk__att_forward(ftk__att a
     const uint32_t at_k = ftk__att_address(k) + ftk__att_lane_columns(lane, PITCH);
     const uint32_t at_v = ftk__att_address(v) + ftk__att_lane_rows(lane, PITCH);
 
+    const int begin = ftk__att_first(a, b, first) / BN; /* earlier tiles hold no key of the rows */
+    const int begun = ftk__att_first(a, b, row + 16 * MT - 1 < T ? row + 16 * MT - 1 : T - 1);
     float o[MT][DP / 8][4], top[MT][2], sum[MT][2];
     ftk__att_zero<MT, DP>(o);
 #pragma unroll
     for (int i = 0; i < MT; i++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            top[i][half] = -INFINITY;
+            top[i][half] = FTK__ATT_LEAST;
             sum[i][half] = 0;
         }
 
     ftk__att_load<DP, BM, THREADS, VEC>(q, base + h * D, a.W, first, T, D);
-    ftk__att_load<DP, BN, THREADS, VEC>(k, keys, a.W, 0, T, D);
-    if (STAGES == 2) ftk__att_load<DP, BN, THREADS, VEC>(v, values, a.W, 0, T, D);
+    const int start = begin % 2 * BN * PITCH * (STAGES - 1);
+    ftk__att_load<DP, BN, THREADS, VEC>(k + start, keys, a.W, begin * BN, T, D);
+    if (STAGES == 2)
+        ftk__att_load<DP, BN, THREADS, VEC>(v + start, values, a.W, begin * BN, T, D);
     ftk__att_commit();
 
-    for (int j = 0; j < steps; j++) {
+    for (int j = begin; j < steps; j++) {
         const int key = j * BN, now = STAGES == 2 ? j % 2 * BN * PITCH : 0;
         const int next = STAGES == 2 ? (j + 1) % 2 * BN * PITCH : 0;
         const bool active = key <= row + 16 * MT - 1;
@@ -3822,6 +3879,19 @@ static __global__ void __launch_bounds__(WARPS * 32) ftk__att_forward(ftk__att a
                     for (int e = 0; e < 4; e++)
                         if (key + n * 8 + 2 * t + e % 2 > row + i * 16 + e / 2 * 8 + g)
                             s[i][n][e] = -INFINITY;
+        }
+        if (key < begun) {
+#pragma unroll
+            for (int i = 0; i < MT; i++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int least = ftk__att_first(a, b, row + i * 16 + half * 8 + g);
+#pragma unroll
+                    for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                        for (int e = 2 * half; e < 2 * half + 2; e++)
+                            if (key + n * 8 + 2 * t + e % 2 < least) s[i][n][e] = -INFINITY;
+                }
         }
 #pragma unroll
         for (int i = 0; i < MT; i++)
@@ -3897,7 +3967,10 @@ static __global__ void __launch_bounds__(WARPS * 32) ftk__att_dkv(ftk__att a)
     const int64_t b = bk / a.K, kv = bk % a.K, rep = a.H / a.K;
     const ftk__bf16 *base = (const ftk__bf16 *)a.qkv + b * T * a.W;
     const ftk__bf16 *keys = base + (a.H + kv) * D, *grads = (const ftk__bf16 *)a.dout;
-    const int begin = first / BM, count = (T + BM - 1) / BM - begin; /* tiles that see a key */
+    const int end = ftk__att_end(a, b, first + BN - 1 < T ? first + BN - 1 : T - 1);
+    const int begin = first / BM; /* tiles that see a key */
+    const int count = ((end < T ? end : T) + BM - 1) / BM - begin;
+    const int ended = ftk__att_end(a, b, key); /* rows before it see all of the warp's keys */
     const int64_t steps = rep * count;
 
     const uint32_t at_k = ftk__att_address(k + (key - first) * PITCH) +
@@ -3967,6 +4040,19 @@ static __global__ void __launch_bounds__(WARPS * 32) ftk__att_dkv(ftk__att a)
                         if (key + r * 16 + e / 2 * 8 + g > row + n * 8 + 2 * t + e % 2)
                             s[r][n][e] = 0;
         }
+        if (row + BM > ended) {
+#pragma unroll
+            for (int n = 0; n < BM / 8; n++)
+#pragma unroll
+                for (int right = 0; right < 2; right++) {
+                    const int least = ftk__att_first(a, b, row + n * 8 + 2 * t + right);
+#pragma unroll
+                    for (int r = 0; r < MT; r++)
+#pragma unroll
+                        for (int e = right; e < 4; e += 2)
+                            if (key + r * 16 + e / 2 * 8 + g < least) s[r][n][e] = 0;
+                }
+        }
         ftk__att_mix<DP, MT, BM>(dv, s, at_do + shift + rows);
         ftk__att_dot<DP, MT, BM>(dp, at_v, at_do + shift + columns);
 #pragma unroll
@@ -4027,6 +4113,8 @@ static __global__ void __launch_bounds__(WARPS * 32) ftk__att_dq(ftk__att a)
     const uint32_t columns = ftk__att_lane_columns(lane, PITCH);
     const uint32_t rows = ftk__att_lane_rows(lane, PITCH);
 
+    const int begin = ftk__att_first(a, b, first) / BN;
+    const int begun = ftk__att_first(a, b, row + 16 * MT - 1 < T ? row + 16 * MT - 1 : T - 1);
     float dq[MT][DP / 8][4], lse2[MT][2], delta[MT][2];
     ftk__att_zero<MT, DP>(dq);
 #pragma unroll
@@ -4041,7 +4129,7 @@ static __global__ void __launch_bounds__(WARPS * 32) ftk__att_dq(ftk__att a)
     ftk__att_load<DP, BM, THREADS, VEC>(q, base + h * D, a.W, first, T, D);
     ftk__att_load<DP, BM, THREADS, VEC>(dout, (const ftk__bf16 *)a.dout + (b * T * a.H + h) * D,
                                         a.H * D, first, T, D);
-    for (int j = STAGES == 2 ? -1 : 0, next = 0; j < steps; j++) {
+    for (int j = STAGES == 2 ? begin - 1 : begin, next = begin; j < steps; j++) {
         ftk__att_wait();
         __syncthreads();
         if (next < steps) {
@@ -4056,7 +4144,7 @@ static __global__ void __launch_bounds__(WARPS * 32) ftk__att_dq(ftk__att a)
             __syncthreads();
         }
         const int key = j * BN;
-        if (j < 0 || key > row + 16 * MT - 1) continue;
+        if (j < begin || key > row + 16 * MT - 1) continue;
         const uint32_t shift = STAGES == 2 ? (uint32_t)(j % 2 * BN * PITCH) * 2 : 0;
         float s[MT][BN / 8][4], dp[MT][BN / 8][4];
         ftk__att_dot<DP, MT, BN>(s, at_q, at_k + shift + columns);
@@ -4076,6 +4164,19 @@ static __global__ void __launch_bounds__(WARPS * 32) ftk__att_dq(ftk__att a)
                     for (int e = 0; e < 4; e++)
                         if (key + n * 8 + 2 * t + e % 2 > row + i * 16 + e / 2 * 8 + g)
                             s[i][n][e] = 0;
+        }
+        if (key < begun) {
+#pragma unroll
+            for (int i = 0; i < MT; i++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int least = ftk__att_first(a, b, row + i * 16 + half * 8 + g);
+#pragma unroll
+                    for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                        for (int e = 2 * half; e < 2 * half + 2; e++)
+                            if (key + n * 8 + 2 * t + e % 2 < least) s[i][n][e] = 0;
+                }
         }
         ftk__att_dot<DP, MT, BN>(dp, at_do, at_v + shift + columns);
 #pragma unroll
@@ -4280,8 +4381,10 @@ static __device__ __forceinline__ uint32_t ftk__att_wg_shared(const void *shared
    the second runs, s becomes the next p. o is scaled after it.
 
      shared   q [128]   k [2][BN]   v [2][BN] rows of DP: 160 KB at 128 x 128
-     grid     a block for each (query head, tile of 128 rows), last tile first */
-template <int DP, int BN>
+     grid     a block for each (query head, tile of 128 rows), last tile first
+
+   DOCS, here and below: whether there is doc; without it nothing of it is compiled. */
+template <int DP, int BN, int DOCS>
 static __global__ void __launch_bounds__(256, DP * BN <= 4096 ? 2 : 1)
 ftk__att_wg_forward(ftk__att a)
 {
@@ -4302,17 +4405,21 @@ ftk__att_wg_forward(ftk__att a)
     const int last = first + 128 < T ? first + 128 : T, steps = (last + BN - 1) / BN;
     const uint64_t at_q = ftk__att_wg_tile(q + (uint32_t)(group * 64 * 128), 128);
 
-    float o[DP / 2], s[BN / 2], top[2] = { -INFINITY, -INFINITY }, sum[2] = { 0, 0 };
+    const int begin = DOCS ? ftk__att_first(a, b, first) / BN : 0;
+    const int group_row = first + group * 64 + 63, seen[2] = {
+        DOCS ? ftk__att_first(a, b, row) : 0, DOCS ? ftk__att_first(a, b, row + 8) : 0 };
+    const int group_last = DOCS ? ftk__att_first(a, b, group_row < T ? group_row : T - 1) : 0;
+    float o[DP / 2], s[BN / 2], top[2] = { FTK__ATT_LEAST, FTK__ATT_LEAST }, sum[2] = { 0, 0 };
     uint32_t p[BN / 4];
 #pragma unroll
     for (int i = 0; i < DP / 2; i++) o[i] = 0;
 
     ftk__att_wg_load<DP, 128>(q, base + h * D, a.W, first, T, D);
-    ftk__att_wg_load<DP, BN>(k, keys, a.W, 0, T, D);
+    ftk__att_wg_load<DP, BN>(k + begin % 2 * TILE, keys, a.W, begin * BN, T, D);
     ftk__att_commit();
 
     /* Step j: s of tile j, o of tile j - 1. */
-    for (int j = 0; j < steps; j++) {
+    for (int j = begin; j < steps; j++) {
         const int key = j * BN;
         float old[2];
         ftk__att_wg_arrive();
@@ -4325,7 +4432,7 @@ ftk__att_wg_forward(ftk__att a)
         ftk__att_wg_fence();
         ftk__att_wg_dot<DP, BN, 128, BN>(s, at_q, ftk__att_wg_tile(k + j % 2 * TILE, BN));
         ftk__att_wg_commit();
-        if (j > 0)
+        if (j > begin)
             ftk__att_wg_mix<DP, BN>(o, p, ftk__att_wg_tile(v + (j - 1) % 2 * TILE, BN));
         ftk__att_wg_commit();
         ftk__att_wg_wait<1>();
@@ -4334,6 +4441,11 @@ ftk__att_wg_forward(ftk__att a)
 #pragma unroll
             for (int i = 0; i < BN / 2; i++)
                 if (key + i / 4 * 8 + 2 * t + i % 2 > row + i % 4 / 2 * 8) s[i] = -INFINITY;
+        }
+        if (DOCS && key < group_last) {
+#pragma unroll
+            for (int i = 0; i < BN / 2; i++)
+                if (key + i / 4 * 8 + 2 * t + i % 2 < seen[i % 4 / 2]) s[i] = -INFINITY;
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -4393,7 +4505,7 @@ ftk__att_wg_forward(ftk__att a)
 
      shared   k, v [128]   q, do [3][BM] rows of DP   lse2, delta [3][BM]: 162 KB at BM 64, DP 128
      grid     a block for each (kv head, tile of 128 keys), tile 0 first */
-template <int DP, int BM>
+template <int DP, int BM, int DOCS>
 static __global__ void __launch_bounds__(256, 1) ftk__att_wg_dkv(ftk__att a)
 {
 #ifdef FTK__ATT_WGMMA
@@ -4412,7 +4524,11 @@ static __global__ void __launch_bounds__(256, 1) ftk__att_wg_dkv(ftk__att a)
     const int64_t b = bk / a.K, kv = bk % a.K, rep = a.H / a.K;
     const ftk__bf16 *base = (const ftk__bf16 *)a.qkv + b * T * a.W;
     const ftk__bf16 *keys = base + (a.H + kv) * D, *grads = (const ftk__bf16 *)a.dout;
-    const int begin = first / BM, end = (T + BM - 1) / BM; /* tiles of rows that see a key */
+    const int last_row = DOCS ? ftk__att_end(a, b, first + 127 < T ? first + 127 : T - 1) : T;
+    const int begin = first / BM, end = (last_row + BM - 1) / BM; /* tiles of rows that see a key */
+    const int seen[2] = { DOCS ? ftk__att_end(a, b, key) : 0,
+                          DOCS ? ftk__att_end(a, b, key + 8) : 0 };
+    const int group_first = DOCS ? ftk__att_end(a, b, first + group * 64) : 0;
     const uint64_t at_k = ftk__att_wg_tile(k + (uint32_t)(group * 64 * 128), 128);
     const uint64_t at_v = ftk__att_wg_tile(v + (uint32_t)(group * 64 * 128), 128);
 
@@ -4476,6 +4592,11 @@ static __global__ void __launch_bounds__(256, 1) ftk__att_wg_dkv(ftk__att a)
             for (int i = 0; i < BM / 2; i++)
                 if (key + i % 4 / 2 * 8 > row + i / 4 * 8 + 2 * t + i % 2) s[i] = 0;
         }
+        if (DOCS && row + BM > group_first) {
+#pragma unroll
+            for (int i = 0; i < BM / 2; i++)
+                if (row + i / 4 * 8 + 2 * t + i % 2 >= seen[i % 4 / 2]) s[i] = 0;
+        }
         ftk__att_wg_pack<BM>(p, s);
         ftk__att_wg_hold<DP / 2>(dv);
         ftk__att_wg_fence();
@@ -4524,7 +4645,7 @@ static __global__ void __launch_bounds__(256, 1) ftk__att_wg_dkv(ftk__att a)
 
      shared   q, do [128]   k, v [3][BN] rows of DP: 160 KB at BN 64, DP 128
      grid     a block for each (query head, tile of 128 rows), last tile first */
-template <int DP, int BN>
+template <int DP, int BN, int DOCS>
 static __global__ void __launch_bounds__(256, 1) ftk__att_wg_dq(ftk__att a)
 {
 #ifdef FTK__ATT_WGMMA
@@ -4545,6 +4666,10 @@ static __global__ void __launch_bounds__(256, 1) ftk__att_wg_dq(ftk__att a)
     const uint64_t at_q = ftk__att_wg_tile(q + (uint32_t)(group * 64 * 128), 128);
     const uint64_t at_do = ftk__att_wg_tile(dout + (uint32_t)(group * 64 * 128), 128);
 
+    const int begin = DOCS ? ftk__att_first(a, b, first) / BN : 0;
+    const int group_row = first + group * 64 + 63, seen[2] = {
+        DOCS ? ftk__att_first(a, b, row) : 0, DOCS ? ftk__att_first(a, b, row + 8) : 0 };
+    const int group_last = DOCS ? ftk__att_first(a, b, group_row < T ? group_row : T - 1) : 0;
     float dq[DP / 2], s[BN / 2], dp[BN / 2], lse2[2], delta[2];
     uint32_t ds[BN / 4];
 #pragma unroll
@@ -4557,11 +4682,11 @@ static __global__ void __launch_bounds__(256, 1) ftk__att_wg_dq(ftk__att a)
     ftk__att_wg_load<DP, 128>(q, base + h * D, a.W, first, T, D);
     ftk__att_wg_load<DP, 128>(dout, (const ftk__bf16 *)a.dout + (b * T * a.H + h) * D, a.H * D,
                               first, T, D);
-    ftk__att_wg_load<DP, BN>(k, keys, a.W, 0, T, D);
-    ftk__att_wg_load<DP, BN>(v, values, a.W, 0, T, D);
+    ftk__att_wg_load<DP, BN>(k, keys, a.W, begin * BN, T, D);
+    ftk__att_wg_load<DP, BN>(v, values, a.W, begin * BN, T, D);
     ftk__att_commit();
 
-    for (int j = 0, place = 0; j < steps; j++) {
+    for (int j = begin, place = 0; j < steps; j++) {
         const int key = j * BN, next = place == 2 ? 0 : place + 1;
         ftk__att_wg_arrive();
         if (j + 1 < steps) {
@@ -4587,6 +4712,11 @@ static __global__ void __launch_bounds__(256, 1) ftk__att_wg_dq(ftk__att a)
 #pragma unroll
             for (int i = 0; i < BN / 2; i++)
                 if (key + i / 4 * 8 + 2 * t + i % 2 > row + i % 4 / 2 * 8) s[i] = 0;
+        }
+        if (DOCS && key < group_last) {
+#pragma unroll
+            for (int i = 0; i < BN / 2; i++)
+                if (key + i / 4 * 8 + 2 * t + i % 2 < seen[i % 4 / 2]) s[i] = 0;
         }
         ftk__att_wg_wait<0>(); /* dp */
         ftk__att_wg_hold<BN / 2>(dp);
@@ -4665,21 +4795,27 @@ static ft_status ftk__att_start_dq(const ftk__att *a, void *stream)
 template <int DP, int BN>
 static ft_status ftk__att_start_wg_forward(const ftk__att *a, void *stream)
 {
-    return ftk__att_start(ftk__att_wg_forward<DP, BN>, a, a->B * a->H, (a->T + 127) / 128, 256,
+    ftk__att_kernel *kernel = a->doc ? ftk__att_wg_forward<DP, BN, 1>
+                                     : ftk__att_wg_forward<DP, BN, 0>;
+    return ftk__att_start(kernel, a, a->B * a->H, (a->T + 127) / 128, 256,
                           (size_t)(128 + 4 * BN) * DP * 2 + 1024, stream);
 }
 
 template <int DP, int BM>
 static ft_status ftk__att_start_wg_dkv(const ftk__att *a, void *stream)
 {
-    return ftk__att_start(ftk__att_wg_dkv<DP, BM>, a, a->B * a->K, (a->T + 127) / 128, 256,
+    ftk__att_kernel *kernel = a->doc ? ftk__att_wg_dkv<DP, BM, 1>
+                                     : ftk__att_wg_dkv<DP, BM, 0>;
+    return ftk__att_start(kernel, a, a->B * a->K, (a->T + 127) / 128, 256,
                           (size_t)(256 + 6 * BM) * DP * 2 + 24 * BM + 1024, stream);
 }
 
 template <int DP, int BN>
 static ft_status ftk__att_start_wg_dq(const ftk__att *a, void *stream)
 {
-    return ftk__att_start(ftk__att_wg_dq<DP, BN>, a, a->B * a->H, (a->T + 127) / 128, 256,
+    ftk__att_kernel *kernel = a->doc ? ftk__att_wg_dq<DP, BN, 1>
+                                     : ftk__att_wg_dq<DP, BN, 0>;
+    return ftk__att_start(kernel, a, a->B * a->H, (a->T + 127) / 128, 256,
                           (size_t)(256 + 6 * BN) * DP * 2 + 1024, stream);
 }
 
@@ -4748,7 +4884,8 @@ static int ftk__att_wgmma(void)
     return cudaGetDevice(&device) == cudaSuccess &&
            cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
                cudaSuccess && major == 9 &&
-           cudaFuncGetAttributes(&kernel, (const void *)ftk__att_wg_dkv<128, 64>) == cudaSuccess &&
+           cudaFuncGetAttributes(&kernel, (const void *)ftk__att_wg_dkv<128, 64, 0>) ==
+               cudaSuccess &&
            kernel.numRegs > 128;
 }
 
@@ -4821,6 +4958,8 @@ static ft_status ftk__att_begin(ftk__att *a, const ft_op_call *call)
     a->dqkv = call->backward ? call->din[0].data : NULL;
     a->dqkv_f32 = call->backward && call->din[0].dtype == FT_F32;
     a->accumulate = call->backward && call->accumulate[0];
+    a->doc = call->in[1].present ? (const int32_t *)call->in[1].data : NULL;
+    a->fault = call->fault;
     a->lse2 = (float *)call->workspace;
     a->delta = call->backward ? a->lse2 + a->B * a->H * a->P : NULL;
     if (a->D <= 256 && a->T < 1 << 30 && a->B * a->P * a->H / 16 < 0x7fffffff) return FT_OK;
@@ -4834,6 +4973,9 @@ FT_API ft_status ftk_attention_forward(const ft_op_call *call)
 {
     ftk__att a;
     FT_TRY(ftk__att_begin(&a, call));
+    if (a.doc)
+        FT_TRY(ftk__att_start(ftk__att_check_docs, &a, 1, (a.B * a.T + 255) / 256, 256, 0,
+                              call->stream));
     return ftk__att_run_forward(&a, ftk__att_version(&a), call->stream);
 }
 

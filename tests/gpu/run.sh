@@ -48,11 +48,23 @@ make -j"$jobs" build/train_llama_cuda build/memory_tables_cuda build/gpu/test_ke
     build/gpu/test_attention GPU_ARCH="$GPU_ARCH" \
     > "$logs/build.log" 2>&1 || { tail -n 30 "$logs/build.log"; echo "0 passed, 1 failed"; exit 1; }
 
-cpu_tests="test_golden test_3d test_split test_tp test_llama"
+cpu_tests="test_golden test_3d test_split test_tp test_llama test_documents"
 for name in $cpu_tests; do
     bash tests/gpu/build_test.sh "$name" build/femtotron_kernels.o > "$logs/build_$name.log" 2>&1 &
 done
 wait
+
+sanitizing= # NAME:PID of what runs beside the tests
+if [ "$mode" = full ] && command -v compute-sanitizer > /dev/null; then
+    for tool in memcheck racecheck; do
+        for program in "test_kernels --short" "test_attention --small"; do
+            name=${tool}_${program%% *}
+            timeout -k 5 480 compute-sanitizer --tool $tool --error-exitcode 1 build/gpu/$program \
+                > "$logs/$name.log" 2>&1 &
+            sanitizing+=" $name:$!"
+        done
+    done
+fi
 
 echo "==== kernels"
 counted test_kernels build/gpu/test_kernels
@@ -100,6 +112,37 @@ for layout in "--dp 2 --tp 2 --pp 2 --micro-batch-size 2 --micro-batches 2 --zer
     else fail "loss $one on one rank, $other with $layout"; fi
 done
 
+# Random meshes, with delays between collectives: no hang, and the loss of one rank.
+RANDOM=1 same=0 ran=0
+for i in $(seq $( [ "$mode" = full ] && echo 40 || echo 6)); do
+    dp=$((1 << RANDOM % 3)) tp=$((1 << RANDOM % 3)) pp=$((1 << RANDOM % 3))
+    ((dp * tp * pp > 8)) && continue
+    m=$((1 << RANDOM % 2)) schedule=1f1b
+    ((8 % (dp * m))) && m=1
+    ((RANDOM % 2 && m >= pp)) && schedule=zb-h1
+    recompute=$(echo none selective full | cut -d' ' -f$((1 + RANDOM % 3)))
+    mesh="--dp $dp --tp $tp --pp $pp --micro-batch-size $((8 / dp / m)) --micro-batches $m"
+    mesh+=" --zero-stage $((RANDOM % 4)) --sac $recompute --schedule $schedule"
+    ran=$((ran + 1))
+    other=$(FT_DELAY_US=$((RANDOM % 3000)) timeout 60 build/train_llama_cuda --device cuda --gpus 1 \
+        --data LICENSE --steps 5 $mesh 2>&1 | grep -E '^step 5/5' | sed 's/.*loss \([0-9.]*\).*/\1/')
+    if [ -n "$one" ] && [ "$one" = "$other" ]; then same=$((same + 1))
+    else note "     loss $one on one rank, $other with $mesh"; fi
+done
+if ((same == ran && ran > 0)); then pass "$ran random meshes with delays: loss $one"
+else fail "random meshes with delays: $same of $ran"; fi
+
+# A table of GEMM algorithms: written once, read later, the same bits.
+rm -f build/gpu/gemm_table
+tuned() { train --gemm-tune build/gpu/gemm_table --dtype bf16 --hidden 512 --steps 3 --hash |
+    grep '^hash'; }
+first=$(tuned)
+lines=$(wc -l < build/gpu/gemm_table)
+second=$(tuned)
+if [ -n "$first" ] && [ "$first" = "$second" ] && ((lines > 1)) &&
+    [ "$(wc -l < build/gpu/gemm_table)" = "$lines" ]; then pass "--gemm-tune: $lines lines, $first twice"
+else fail "--gemm-tune: '$first', then '$second', $lines lines"; fi
+
 # The 48 cells with 8 ranks on one GPU; a smaller card runs those that fit.
 cells=$logs/cells.log
 build/memory_tables_cuda --device cuda --csv --cells $( [ "$mode" = full ] && echo 1-48 || echo 1-8) \
@@ -109,14 +152,25 @@ ran=$(grep -cE '^[12],.*[0-9]$' "$cells")
 if ((status == 0 && ran > 0)); then pass "plan = run in $ran cells of the memory tables"
 else fail "cells of the memory tables: $(tail -n 1 "$cells.err")"; fi
 
-if [ "$mode" = full ] && command -v compute-sanitizer > /dev/null; then
-    echo "==== compute-sanitizer"
-    for tool in memcheck racecheck; do
-        if compute-sanitizer --tool $tool --error-exitcode 1 build/gpu/test_kernels --short \
-            > "$logs/$tool.log" 2>&1; then pass "compute-sanitizer $tool"
-        else fail "compute-sanitizer $tool: $(grep -m 1 '=====.*rror\|azard' "$logs/$tool.log")"; fi
-    done
-fi
+for name in $sanitizing; do
+    wait "${name##*:}" && status=0 || status=$?
+    log=$logs/${name%%:*}.log
+    if ((status == 0)); then pass "compute-sanitizer ${name%%:*}: $(tail -n 1 "$log")"
+    else fail "compute-sanitizer ${name%%:*} (status $status): $(grep -m 1 '=====.*rror\|azard' "$log")"; fi
+done
+
+# What the GPU has in use beside what the ranks reserved: a small run's libraries against a large's.
+in_use() { # FLAGS: bytes of the ranks, bytes of the rest
+    train --gpus 1 --steps 2 --dtype bf16 "$@" |
+        sed -n 's/.* in use: \([0-9,]*\) of its ranks, \([0-9,]*\) of CUDA.*/\1 \2/p' | tr -d ,
+}
+read -r small_ranks small_rest <<< "$(in_use)"
+read -r ranks rest <<< "$(in_use --hidden 2048 --layers 16 --heads 32 --kv-heads 8 \
+    --intermediate 8192 --vocab 128256 --tie-embeddings --micro-batch-size 2 --seq-len 512)"
+if [ -n "${rest:-}" ] && awk "BEGIN {d = $rest - $small_rest; exit !(d * d <=
+    ($ranks * 0.05 + 67108864) ^ 2)}"
+then pass "GPU memory: $ranks bytes of the ranks, the rest $small_rest in a small run, $rest here"
+else fail "GPU memory: ranks ${ranks:-?}, the rest ${small_rest:-?} in a small run, ${rest:-?} here"; fi
 
 echo
 printf '%s\n' "${table[@]}"

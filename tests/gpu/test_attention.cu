@@ -9,7 +9,8 @@
    Properties: o, lse and the three parts of dqkv agree with float64 on the host where T is small,
    and with the simple kernels in fp32 where it is not (they are compared with the host too);
    relative L2 below 1e-5 in fp32, 1e-2 in bf16. Two runs agree to the bit. Nothing is written
-   outside the outputs. */
+   outside the outputs. The same with documents in a row, of lengths from 1 to all of it; a row that
+   is one document gives the bits of no documents. */
 
 #ifndef FT_ATTENTION_SOURCE
 #define FT_ATTENTION_SOURCE "../../femtotron_kernels.cu"
@@ -55,6 +56,7 @@ typedef struct shape {
     int64_t B, T, H, K, D;
     int f32, grad_f32; /* dtype of qkv, o, do; of dqkv */
     int skew;          /* elements by which every pointer is off a 256-byte boundary */
+    int docs;          /* mean length of documents; 0: none are given; -1: each row is one */
 } shape;
 
 enum { GUARD = 1024 }; /* bytes before and after every output that must keep their value */
@@ -129,6 +131,20 @@ static int guards_whole(const buffer *b)
     return 1;
 }
 
+/* Where the document of each position begins. */
+static std::vector<int32_t> documents(shape s)
+{
+    std::vector<int32_t> first((size_t)(s.B * s.T), 0);
+    uint64_t seed = 5 + (uint64_t)s.T;
+    for (int64_t b = 0; b < s.B && s.docs > 0; b++)
+        for (int64_t t = 1; t < s.T; t++) {
+            seed = seed * 6364136223846793005ull + 1442695040888963407ull;
+            first[(size_t)(b * s.T + t)] = seed >> 33 < (1ull << 31) / (uint64_t)s.docs
+                                               ? (int32_t)t : first[(size_t)(b * s.T + t - 1)];
+        }
+    return first;
+}
+
 /* Roughly normal numbers, exact in the dtype. */
 static std::vector<double> noise(int64_t count, uint64_t seed, int f32, double size)
 {
@@ -147,7 +163,7 @@ static std::vector<double> noise(int64_t count, uint64_t seed, int f32, double s
 
 typedef struct problem {
     shape s;
-    buffer qkv, o, lse, dout, dqkv, workspace;
+    buffer qkv, o, lse, dout, dqkv, workspace, doc;
     ft_op_call call;
 } problem;
 
@@ -189,13 +205,16 @@ static problem create(shape s, const std::vector<double> &qkv, const std::vector
     p.call.out[1] = view(&p.lse, FT_F32, s.B, s.H, s.T);
     p.call.dout[0] = view(&p.dout, dtype, s.B, s.T, s.H * s.D);
     p.call.din[0] = view(&p.dqkv, s.grad_f32 ? FT_F32 : FT_BF16, s.B, s.T, W);
+    p.doc = make(s.B * s.T, 1, 0);
+    CUDA(cudaMemcpy(data(&p.doc), documents(s).data(), p.doc.bytes, cudaMemcpyHostToDevice));
+    if (s.docs) p.call.in[1] = view(&p.doc, FT_I32, s.B, s.T, 1);
     return p;
 }
 
 static void destroy(problem *p)
 {
-    buffer *all[6] = { &p->qkv, &p->o, &p->lse, &p->dout, &p->dqkv, &p->workspace };
-    for (int i = 0; i < 6; i++) CUDA(cudaFree(all[i]->raw));
+    buffer *all[7] = { &p->qkv, &p->o, &p->lse, &p->dout, &p->dqkv, &p->workspace, &p->doc };
+    for (int i = 0; i < 7; i++) CUDA(cudaFree(all[i]->raw));
 }
 
 enum { BY_SHAPE = -1 }; /* the version that ftk_attention_* chooses */
@@ -246,6 +265,7 @@ static answer host(shape s, const std::vector<double> &qkv, const std::vector<do
     r.lse.assign((size_t)(B * H * T), 0);
     r.dqkv.assign((size_t)(B * T * W), 0);
     std::vector<double> p((size_t)T), dp((size_t)T);
+    const std::vector<int32_t> doc = documents(s);
     for (int64_t b = 0; b < B; b++)
         for (int64_t h = 0; h < H; h++)
             for (int64_t t = 0; t < T; t++) {
@@ -254,7 +274,8 @@ static answer host(shape s, const std::vector<double> &qkv, const std::vector<do
                 const double *g = &dout[(size_t)(((b * T + t) * H + h) * D)];
                 double *o = &r.o[(size_t)(((b * T + t) * H + h) * D)];
                 double top = -1e300, sum = 0, delta = 0;
-                for (int64_t j = 0; j <= t; j++) {
+                const int64_t first = doc[(size_t)(b * T + t)];
+                for (int64_t j = first; j <= t; j++) {
                     const double *k = &qkv[(size_t)(row + j * W + (H + kv) * D)];
                     const double *v = k + K * D;
                     double dot = 0, grad = 0;
@@ -266,15 +287,15 @@ static answer host(shape s, const std::vector<double> &qkv, const std::vector<do
                     dp[(size_t)j] = grad;
                     if (p[(size_t)j] > top) top = p[(size_t)j];
                 }
-                for (int64_t j = 0; j <= t; j++) sum += p[(size_t)j] = exp(p[(size_t)j] - top);
+                for (int64_t j = first; j <= t; j++) sum += p[(size_t)j] = exp(p[(size_t)j] - top);
                 r.lse[(size_t)((b * H + h) * T + t)] = top + log(sum);
-                for (int64_t j = 0; j <= t; j++) {
+                for (int64_t j = first; j <= t; j++) {
                     const double *v = &qkv[(size_t)(row + j * W + (H + K + kv) * D)];
                     p[(size_t)j] /= sum;
                     delta += p[(size_t)j] * dp[(size_t)j];
                     for (int64_t d = 0; d < D; d++) o[d] += p[(size_t)j] * v[d];
                 }
-                for (int64_t j = 0; j <= t; j++) {
+                for (int64_t j = first; j <= t; j++) {
                     const size_t at = (size_t)(row + j * W + (H + kv) * D);
                     const double ds = p[(size_t)j] * (dp[(size_t)j] - delta) * scale;
                     double *dq = &r.dqkv[(size_t)(row + t * W + h * D)];
@@ -322,10 +343,10 @@ static void compare(const char *what, shape s, const answer &x, const answer &y,
     off[4] = distance(x.dqkv, y.dqkv, W, q + k, W, 0.01);
     int ok = whole;
     for (int i = 0; i < 5; i++) ok = ok && off[i] < bound;
-    printf("%s %s B %lld T %lld H %lld K %lld D %lld %s, gradient %s, skew %d: o %.1e lse %.1e "
-           "dq %.1e dk %.1e dv %.1e%s\n", ok ? "ok  " : "FAIL", what, (long long)s.B,
+    printf("%s %s B %lld T %lld H %lld K %lld D %lld %s, gradient %s, skew %d, docs %d: o %.1e "
+           "lse %.1e dq %.1e dk %.1e dv %.1e%s\n", ok ? "ok  " : "FAIL", what, (long long)s.B,
            (long long)s.T, (long long)s.H, (long long)s.K, (long long)s.D,
-           s.f32 ? "fp32" : "bf16", s.grad_f32 ? "fp32" : "bf16", s.skew, off[0], off[1], off[2],
+           s.f32 ? "fp32" : "bf16", s.grad_f32 ? "fp32" : "bf16", s.skew, s.docs, off[0], off[1], off[2],
            off[3], off[4], whole ? "" : " (a launch failed, two runs differ, or a guard is gone)");
     if (ok) passed++;
     else failed++;
@@ -376,6 +397,55 @@ static void check(shape s, int small)
     destroy(&p);
 }
 
+/* A row that is one document, said or not. */
+static void check_one_document(shape s)
+{
+    const int64_t W = (s.H + 2 * s.K) * s.D;
+    std::vector<double> qkv = noise(s.B * s.T * W, 3, s.f32, 1.5);
+    std::vector<double> dout = noise(s.B * s.T * s.H * s.D, 4, s.f32, 1.0);
+    std::vector<char> o[2], dqkv[2];
+    int ran = 1;
+    for (int said = 0; said < 2; said++) {
+        s.docs = -said;
+        problem p = create(s, qkv, dout);
+        ran = ran && run(&p, BY_SHAPE);
+        o[said] = raw(&p.o);
+        dqkv[said] = raw(&p.dqkv);
+        destroy(&p);
+    }
+    const int ok = ran && o[0] == o[1] && dqkv[0] == dqkv[1];
+    printf("%s one document, D %lld %s: the bits of none\n", ok ? "ok  " : "FAIL", (long long)s.D,
+           s.f32 ? "fp32" : "bf16");
+    if (ok) passed++;
+    else failed++;
+}
+
+static void check_documents(int only_small)
+{
+    static const int64_t sizes[] = { 64, 128, 80, 96, 40, 127, 256 };
+    static const int64_t small[] = { 1, 2, 33, 65, 200, 300 };
+    static const int lengths[] = { 1, 3, 20, 70, 1000 };
+    int turn = 0;
+    for (size_t d = 0; d < sizeof sizes / sizeof sizes[0]; d++) {
+        for (size_t t = 0; t < sizeof small / sizeof small[0]; t++, turn++)
+            for (int f32 = 0; f32 < 2; f32++) {
+                shape s = { 1 + turn % 2, small[t], 4, 2, sizes[d], f32, f32, 0,
+                            lengths[turn % 5] };
+                check(s, 1);
+            }
+        shape one = { 2, 200, 4, 2, sizes[d], 0, 0, 0, 0 };
+        check_one_document(one);
+        one.f32 = one.grad_f32 = 1;
+        check_one_document(one);
+    }
+    if (only_small) return;
+    static const int long_lengths[] = { 30, 200, 700, 4000 };
+    for (int i = 0; i < 16; i++) {
+        shape s = { 2, i % 2 ? 4096 : 2049, 8, 2, sizes[i / 4], 0, 0, 0, long_lengths[i % 4] };
+        check(s, 0);
+    }
+}
+
 static void check_all(int only_small)
 {
     static const int64_t sizes[] = { 64, 128, 80, 96, 8, 16, 40, 72, 100, 127, 3, 160, 256 };
@@ -387,7 +457,7 @@ static void check_all(int only_small)
         for (size_t t = 0; t < sizeof small / sizeof small[0]; t++, turn++)
             for (int f32 = 0; f32 < 2; f32++) {
                 const int64_t *g = heads[turn % 8];
-                shape s = { g[0], small[t], g[1], g[2], sizes[d], f32, f32 ? 1 : turn / 8 % 2, 0 };
+                shape s = { g[0], small[t], g[1], g[2], sizes[d], f32, f32 ? 1 : turn / 8 % 2, 0, 0 };
                 check(s, 1);
             }
     static const shape skewed[] = { { 2, 130, 4, 2, 64, 0, 0, 1 }, { 1, 77, 2, 1, 128, 0, 1, 3 },
@@ -395,7 +465,7 @@ static void check_all(int only_small)
     for (int i = 0; i < 4; i++) check(skewed[i], 1);
     if (only_small) return;
     for (size_t d = 0; d < sizeof sizes / sizeof sizes[0]; d++) {
-        shape s = { 2, 1000, 8, 2, sizes[d], 0, 0, 0 };
+        shape s = { 2, 1000, 8, 2, sizes[d], 0, 0, 0, 0 };
         check(s, 0);
         s.T = 1024;
         s.grad_f32 = 1;
@@ -513,8 +583,9 @@ int main(int argc, char **argv)
                                         { 4, 4096, 32, 8, 64, 0, 0, 0 },
                                         { 8, 1024, 16, 4, 64, 0, 0, 0 },
                                         { 4, 4096, 32, 8, 128, 0, 0, 0 },
-                                        { 4, 4096, 16, 4, 96, 0, 0, 0 } };
-        for (int i = 0; i < 5; i++) bench(shapes[i], i < 3);
+                                        { 4, 4096, 16, 4, 96, 0, 0, 0 },
+                                        { 4, 4096, 32, 8, 128, 0, 0, 0, 1000 } }; /* documents */
+        for (int i = 0; i < 6; i++) bench(shapes[i], i < 3);
         return 0;
     }
     check_all(argc > 1 && strcmp(argv[1], "--small") == 0);
