@@ -232,6 +232,7 @@ typedef enum ft_stream_kind {
     FT_STREAM_COMPUTE = 0, /* every op */
     FT_STREAM_GATHER,      /* parameters on their way in */
     FT_STREAM_REDUCE,      /* gradients on their way out */
+    FT_STREAM_PIPE,        /* what pipeline stages pass on, beside compute (ft_pp_config.overlap) */
     FT_STREAM_COUNT
 } ft_stream_kind;
 
@@ -1756,7 +1757,7 @@ enum { FT__TASK_HEADER = 64, FT__TASK_LOCAL = 4096 };
 
 static const char *ft__stream_name(const ft_stream *s)
 {
-    static const char *const names[FT_STREAM_COUNT] = {"compute", "gather", "reduce"};
+    static const char *const names[FT_STREAM_COUNT] = {"compute", "gather", "reduce", "pipe"};
     return names[s->kind];
 }
 

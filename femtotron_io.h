@@ -435,7 +435,7 @@ FT_API ft_status ft_io_record_take(ft_ctx *ctx, ft_io_record *record);
    streams. */
 FT_API void ft_io_record_free(ft_io_record *record);
 FT_API void ft_io_record_overlap(const ft_io_record *record, double *traffic_s, double *under_s);
-/* Of the gathers and reductions (works on those streams): how long they took, and how much of that
+/* Of gathers, reductions and pipeline exchanges beside compute (works on those streams): how long they took, and how much of that
    lies under compute (ops on that stream). What is not under compute, the rank waited for. */
 
 /* ------------------------------------------------------------------------------------- >>trace */
@@ -3298,7 +3298,7 @@ FT_API ft_status ft_io_trace_write(const char *path, int n, const ft_io_record *
     ft_io_json_begin_array(json);
     for (int r = 0; r < n; r++) {
         static const char *const threads[1 + FT_STREAM_COUNT] = {
-            "program (host)", "compute stream", "gather stream", "reduce stream"};
+            "program (host)", "compute stream", "gather stream", "reduce stream", "pipe stream"};
         char name[32];
         snprintf(name, sizeof name, "rank %d", records[r].rank);
         ft__io_trace_name(json, "process_name", records[r].rank, FT__IO_PROGRAM, name);

@@ -178,6 +178,7 @@ typedef struct ft_pp_config {
     int chunks;             /* V, chunks of layers a rank; above 1 with FT_PP_INTERLEAVED only */
     int micro_batches;      /* M, of a step */
     int forward_only;       /* 1: no backward, for validation; interleaved then takes any M */
+    int overlap;            /* 1: exchanges run beside compute, see ft_pp_run; default 0 */
 } ft_pp_config;
 
 FT_API ft_pp_config ft_pp_config_default(void);
@@ -343,7 +344,12 @@ FT_API ft_status ft_pp_run(ft_pp *pp, const ft_pp_program *program);
    sent is freed at once, if no backward of its own needs it. Memory of a micro-batch in flight:
    what its tape keeps, and one boundary tensor of N C elements. Traffic, group "pp", M
    micro-batches, S bytes of the boundary tensor: V M S forward and V M S backward for an inner
-   rank, less what the first virtual stage does not send back and the last does not send on. */
+   rank, less what the first virtual stage does not send back and the last does not send on.
+   [R3] With config.overlap an exchange runs on FT_STREAM_PIPE once what it sends is made, and
+   compute waits where it uses what has come. Its cargo is freed before the next exchange, and so
+   lives for one action more: at most what one exchange sends, S bytes a transfer. Results are the
+   same bits. It hides what links take; with the exchanges of a node that is little, and the leaner
+   default keeps up. */
 
 #endif /* FEMTOTRON_PP_H */
 
@@ -1733,6 +1739,7 @@ typedef struct ft__pp_slot { /* a micro-batch in a chunk */
     ft_tensor *out;    /* handle on the output until it has gone on */
     ft_tensor *root;   /* the same tensor, as backward knows it */
     ft_tensor *dout;   /* gradient of the output, as received */
+    ft_event x_here, dout_here; /* [R3] when they have come */
 } ft__pp_slot;
 
 typedef struct ft__pp_tape { ft_tape *tape; struct ft__pp_tape *next; } ft__pp_tape;
@@ -1746,6 +1753,8 @@ struct ft_pp {
     ft__pp_slot *slots;     /* [M V] */
     ft__pp_tape *idle;      /* tapes between two uses */
     ft_p2p *p2p;            /* room for the largest exchange */
+    const ft_pp_action *going; /* [R3] the exchange whose cargo has not been freed, or NULL */
+    ft_event gone;          /* when it is over */
 };
 
 /* Stages of another schedule would wait for messages that never come, and dp ranks of one for
@@ -1755,9 +1764,10 @@ static ft_status ft__pp_agree(ft_ctx *ctx, const ft_pp_config *c)
     ft_group *world;
     char text[160];
     uint64_t hash = 1469598103934665603u;
-    snprintf(text, sizeof text, "the pipeline: %s, %d ranks of %d chunks, %d micro-batches%s",
+    snprintf(text, sizeof text, "the pipeline: %s, %d ranks of %d chunks, %d micro-batches%s%s",
              ft_pp_kind_name(c->kind), c->ranks, c->chunks, c->micro_batches,
-             c->forward_only ? ", forward only" : "");
+             c->forward_only ? ", forward only" : "",
+             c->overlap ? ", exchanges beside compute" : "");
     for (const char *at = text; *at; at++)
         hash = (hash ^ (unsigned char)*at) * 1099511628211u;
     FT_TRY(ft_group_strided(ctx, "pp world", 0, 1, ft_world(ctx), &world));
@@ -1865,10 +1875,17 @@ static ft_status ft__pp_loss(const ft_pp_program *p, int micro_batch, ft__pp_slo
     return FT_OK;
 }
 
+/* [R3] Compute goes on once the event has been. */
+static ft_status ft__pp_await(ft_pp *pp, ft_event event)
+{
+    return ft_stream_wait(ft_stream_get(pp->ctx, FT_STREAM_COMPUTE), event);
+}
+
 static ft_status ft__pp_forward(ft_pp *pp, const ft_pp_program *p, const ft_pp_action *a)
 {
     ft__pp_slot *s = ft__pp_slot_of(pp, a->micro_batch, a->chunk);
     int training = !pp->config.forward_only;
+    FT_TRY(ft__pp_await(pp, s->x_here));
     if (a->from == pp->rank)
         FT_TRY(ft__pp_pass_on(pp, p, ft__pp_slot_of(pp, a->micro_batch, a->chunk - 1), s));
     if (training) {
@@ -1903,6 +1920,7 @@ static ft_status ft__pp_backward(ft_pp *pp, const ft_pp_program *p, const ft_pp_
     ft__pp_slot *s = ft__pp_slot_of(pp, a->micro_batch, a->chunk);
     ft_tensor *dout = s->dout;
     s->dout = NULL;
+    FT_TRY(ft__pp_await(pp, s->dout_here));
     if (a->act == FT_PP_BI) FT_TRY(ft_backward_inputs(s->tape, s->root, dout));
     else FT_TRY(ft_backward(s->tape, s->root, dout));
     if (a->from == FT_PP_NOBODY) FT_TRY(ft__pp_loss(p, a->micro_batch, s));
@@ -1951,17 +1969,52 @@ static void ft__pp_sent(ft_pp *pp, const ft_pp_transfer *t)
     s->x = NULL;
 }
 
+static void ft__pp_all_sent(ft_pp *pp, const ft_pp_action *a)
+{
+    for (int i = 0; i < a->n; i++)
+        if (a->transfers[i].is_send) ft__pp_sent(pp, &a->transfers[i]);
+}
+
+/* [R3] Before the next exchange, and at the end: by now the last one should be over. */
+static ft_status ft__pp_settle(ft_pp *pp)
+{
+    if (!pp->going) return FT_OK;
+    FT_TRY(ft__pp_await(pp, pp->gone));
+    ft__pp_all_sent(pp, pp->going);
+    pp->going = NULL;
+    return FT_OK;
+}
+
+/* [R3] The stream waits for what compute has made so far, and for the memory that arrivals take. */
+static ft_status ft__pp_exchange_beside(ft_pp *pp, const ft_pp_action *a)
+{
+    ft_stream *stream = ft_stream_get(pp->ctx, FT_STREAM_PIPE);
+    FT_TRY(ft_stream_wait(stream,
+                          ft_event_record(ft_stream_get(pp->ctx, FT_STREAM_COMPUTE))));
+    FT_TRY(ft_exchange(pp->group, stream, a->n, pp->p2p));
+    pp->gone = ft_event_record(stream);
+    pp->going = a;
+    for (int i = 0; i < a->n; i++) {
+        const ft_pp_transfer *t = &a->transfers[i];
+        if (t->is_send) continue;
+        ft__pp_slot *s = ft__pp_slot_of(pp, t->micro_batch, t->chunk);
+        *(t->cargo == FT_PP_ACTIVATION ? &s->x_here : &s->dout_here) = pp->gone;
+    }
+    return FT_OK;
+}
+
 static ft_status ft__pp_exchange(ft_pp *pp, const ft_pp_program *p, const ft_pp_action *a)
 {
+    FT_TRY(ft__pp_settle(pp));
     for (int i = 0; i < a->n; i++) {
         pp->p2p[i].peer = a->transfers[i].peer;
         pp->p2p[i].is_send = a->transfers[i].is_send;
         FT_TRY(ft__pp_cargo(pp, p, &a->transfers[i], &pp->p2p[i].tensor));
     }
+    if (pp->config.overlap) return ft__pp_exchange_beside(pp, a);
     ft_stream *stream = ft_stream_get(pp->ctx, FT_STREAM_COMPUTE); /* [R1] */
     FT_TRY(ft_exchange(pp->group, stream, a->n, pp->p2p));
-    for (int i = 0; i < a->n; i++)
-        if (a->transfers[i].is_send) ft__pp_sent(pp, &a->transfers[i]);
+    ft__pp_all_sent(pp, a);
     return FT_OK;
 }
 
@@ -1999,7 +2052,7 @@ FT_API ft_status ft_pp_run(ft_pp *pp, const ft_pp_program *program)
         ft_span_end(pp->ctx);
         FT_TRY(status);
     }
-    return FT_OK;
+    return ft__pp_settle(pp);
 }
 
 #endif /* FT__PP_IMPLEMENTED */

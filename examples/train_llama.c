@@ -51,6 +51,7 @@ typedef struct settings {
     int64_t device; /* ft_device; DEVICE_AUTO until it is resolved */
     int64_t gpus, ranks_per_gpu, transport, timeout_s, plan_for; /* plan_for: 1 is cuda */
     int64_t dp, tp, pp, sequence_parallel, schedule, virtual_stages;
+    int64_t pp_overlap;
     const char *pp_layers; /* NULL: uniform */
     int64_t zero_stage, prefetch, reduce_overlap, keep_gathered, shard_ranks;
     int64_t accumulate_dtype, reduce_dtype; /* ft_zero_dtype */
@@ -133,6 +134,9 @@ static const option options[] = {
      "order of the micro-batches' forwards and backwards over the stages"},
     {"--virtual-stages", TAKES_INT, "V", AT(virtual_stages), 1, 26, "1",
      "chunks of layers a stage has, with --schedule interleaved"},
+    {"--pp-overlap", TAKES_WORD, "0|1", AT(pp_overlap), 0, 0, "0",
+     "1 runs the exchanges between stages beside compute, for what one of them sends in\n"
+     "memory"},
     {"--pp-layers", TAKES_TEXT, "N,N,...|balanced", AT(pp_layers), 0, 0, NULL,
      "layers of each of the pp x V (virtual) stages; balanced counts embedding and head;\n"
      "default: uniform"},
@@ -503,6 +507,7 @@ static ft_pp_config pipeline_config(const settings *set) {
     config.ranks = (int)set->pp;
     config.chunks = (int)set->virtual_stages;
     config.micro_batches = (int)set->micro_batches;
+    config.overlap = (int)set->pp_overlap;
     return config;
 }
 
@@ -1816,7 +1821,7 @@ static ft_status retime_plan(program *p) {
     ft_pp_simulation *simulation;
     int r, ranks = rank_count(&p->set), each = ranks / (int)p->set.pp;
     ft_status status;
-    cost.blocking = 1;
+    cost.blocking = !p->set.pp_overlap;
     FT_TRY(ft_pp_schedule_create(&config, &schedule));
     status = ft_pp_simulate(schedule, &cost, &simulation);
     for (r = 0; status == FT_OK && r < ranks; r++)

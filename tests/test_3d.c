@@ -48,6 +48,7 @@ typedef struct layout { /* zero is a one-rank run of one step without recomputat
     int64_t T;
     ft_device device;
     int async, delay_us;
+    int overlap;             /* exchanges beside compute */
     int tables;              /* 1: keep each rank's embedding table */
 } layout;
 
@@ -223,6 +224,7 @@ static ft_status create(rank *r)
     pipeline.ranks = l->pp;
     pipeline.chunks = chunks(l);
     pipeline.micro_batches = l->M;
+    pipeline.overlap = l->overlap;
     FT_TRY(ft_pp_check(&pipeline));
     FT_TRY(create_model(r));
     for (int i = 0; i < l->layers; i++) r->sac[i].kind = l->sac;
@@ -1018,6 +1020,31 @@ static void test_ranks_under_stress(void **state)
     }
 }
 
+/* Exchanges that run beside compute: the same bits, whatever is late, and as planned. */
+static void test_exchanges_beside_compute(void **state)
+{
+    (void)state;
+    for (int k = 0; k < 8; k++) {
+        layout l = layout_default();
+        l.kind = (ft_pp_kind)(k % FT_PP_KIND_COUNT);
+        l.pp = k < 4 ? 2 : 4;
+        l.dp = k < 4 ? 2 : 1;
+        l.stage = 3 - k % 4;
+        l.M = 4;
+        l.model = k % 2 ? TIED : UNTIED;
+        l.steps = 3;
+        uint64_t hash = hash_of(&l);
+        l.overlap = 1;
+        outcome *out = run(&l);
+        assert_planned(&l, out);
+        if (out->hash != hash) fail_msg("%s: exchanges beside compute changed bits", describe(&l));
+        drop(out);
+        l.async = 1;
+        l.delay_us = 1000;
+        if (hash_of(&l) != hash) fail_msg("%s: delays changed bits", describe(&l));
+    }
+}
+
 /* ------------------------------------------------------------------------------------ refusals */
 
 static void assert_says(ft_status got, ft_status want, const char *a, const char *b, const char *c)
@@ -1237,6 +1264,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_halves_keep_no_units),
         cmocka_unit_test(test_zero3_does_not_lose),
         cmocka_unit_test(test_ranks_under_stress),
+        cmocka_unit_test(test_exchanges_beside_compute),
     };
     cmocka_set_test_filter(argc > 1 ? argv[1] : unless_asked);
     return cmocka_run_group_tests(tests, NULL, NULL);
