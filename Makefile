@@ -109,6 +109,11 @@ build/gpu/test_kernels: tests/gpu/test_kernels.c build/femtotron_kernels.o $(HEA
 	@mkdir -p $(@D)
 	$(strip $(NVCC) -O2 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt)
 
+build/gpu/nccl_mismatch: tests/gpu/nccl_mismatch.c build/femtotron_kernels.o $(HEADERS)
+	@mkdir -p $(@D)
+	$(strip $(NVCC) -O2 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt \
+	    $(nccl))
+
 # They run the trainer's own step on meta.
 build/memory_tables: examples/memory_tables.c examples/train_llama.c $(HEADERS) | compiler ## peak memory of 48 cells beside a log's
 	$(CC) -std=c11 -I. -O2 $< -o $@ $(SYSTEM_LIBS)

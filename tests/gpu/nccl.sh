@@ -65,7 +65,8 @@ done
 loss() { grep -E '^step 4/4' | sed 's/.*loss \([0-9.]*\).*/\1/'; }
 one=$($T --device cuda --gpus 1 --data LICENSE --steps 4 | loss)
 for cut in "--tp 2" "--tp 2 --sp" "--pp 2 --micro-batch-size 2 --micro-batches 4" \
-    "--pp 2 --micro-batch-size 2 --micro-batches 4 --schedule zb-h1"; do
+    "--pp 2 --micro-batch-size 2 --micro-batches 4 --schedule zb-h1" \
+    "--pp 2 --micro-batch-size 2 --micro-batches 4 --pp-overlap 1"; do
     got=$(launch hand --steps 4 $cut --timeout 30 | loss)
     if [ -n "$one" ] && [ "$got" = "$one" ]; then pass "$cut over NCCL: loss $got as on one GPU"
     else fail "$cut over NCCL: loss '$got', one GPU $one"; fi
@@ -102,6 +103,17 @@ wait $other
 other=$?
 if ((status == 1 && other == 1)); then pass "other sizes: $(grep -m 1 '^error' $logs/rank0.log)"
 else fail "other sizes: status $status and $other"; fi
+
+M=build/gpu/nccl_mismatch
+[ -x $M ] || make $M > /dev/null
+for what in late size alone; do
+    begin=$SECONDS status=0
+    line=$(timeout -k 5 60 $M $what 2>&1) || status=$?
+    if [ $what = late ] && ((status == 0)); then pass "a rank that is late is waited for"
+    elif [ $what != late ] && ((status == 1)) && [[ $line == *all-gather*everyone* ]]; then
+        pass "a rank that is not with the others ($what): after $((SECONDS - begin)) s: $line"
+    else fail "nccl_mismatch $what: status $status after $((SECONDS - begin)) s: $line"; fi
+done
 
 if [ "${1:-}" = bench ]; then
     head -c 3000000 /dev/urandom > build/bench_tokens.bin
