@@ -276,7 +276,8 @@ FT_API const char *ft_io_format_name(ft_io_format format);
    "MMIDIDX", 0, 0; uint64 version, 1; uint8 dtype (1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 6
    float64, 7 float32, 8 uint16); uint64 S, sequences; uint64 N, one more than documents; int32
    tokens of each sequence [S]; int64 byte of PREFIX.bin at which it begins [S]; int64 sequence with
-   which each document begins [N], the last one S; and nothing, or int8 mode of each sequence [S]. */
+   which each document begins [N], the last one S; and nothing, or int8 mode of each sequence [S].
+*/
 typedef struct ft_io_megatron {
     const char *dtype;         /* "uint16" */
     int64_t token_bytes;
@@ -2723,8 +2724,8 @@ static ft_status ft__io_megatron_sequences(const char *where, const unsigned cha
                             (long long)(tokens * index->token_bytes));
         if (modes != NULL && modes[i] != 0)
             return ft_error(FT_ERR_UNSUPPORTED,
-                            "%s: sequence %lld has mode %d: multimodal data is not supported", where,
-                            (long long)i, (int)(signed char)modes[i]);
+                            "%s: sequence %lld has mode %d: multimodal data is not supported",
+                            where, (long long)i, (int)(signed char)modes[i]);
         if (length > most - tokens)
             return ft_error(FT_ERR_DATA, "%s: sequence %lld ends beyond 2^63 bytes", where,
                             (long long)i);
@@ -2741,8 +2742,8 @@ static ft_status ft__io_megatron_documents(const char *where, const ft_io_megatr
         const int64_t at = ft__io_load_i64(index->first_sequence + 8 * i);
         if (i == 0 && at != 0)
             return ft_error(FT_ERR_DATA,
-                            "%s: document 0 begins with sequence %lld; it must be sequence 0", where,
-                            (long long)at);
+                            "%s: document 0 begins with sequence %lld; it must be sequence 0",
+                            where, (long long)at);
         if (at < least || at > index->sequences)
             return ft_error(FT_ERR_DATA,
                             "%s: document index %lld is sequence %lld; it must be in %lld..%lld",
@@ -2762,7 +2763,8 @@ FT_API ft_status ft_io_megatron_parse(const void *bytes, size_t n, const char *w
 {
     const unsigned char *from = (const unsigned char *)bytes, *modes = NULL;
     if ((bytes == NULL && n != 0) || where == NULL || index == NULL)
-        return ft_error(FT_ERR_ARG, "ft_io_megatron_parse: bytes, where and index must not be NULL");
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_megatron_parse: bytes, where and index must not be NULL");
     memset(index, 0, sizeof *index);
     FT_TRY(ft__io_megatron_header(from, n, where, index));
     FT_TRY(ft__io_megatron_sizes(from, n, where, index, &modes));
@@ -2902,8 +2904,8 @@ FT_API ft_status ft_io_jsonl_parse(const char *text, size_t n, const char *where
     if ((text == NULL && n != 0) || where == NULL || line < 1 || capacity < 0 || n == SIZE_MAX ||
         prompt_tokens == NULL || n_tokens == NULL || is_bytes == NULL)
         return ft_error(FT_ERR_ARG,
-                        "ft_io_jsonl_parse: a pointer is NULL, or line %lld or capacity %lld are no "
-                        "counts",
+                        "ft_io_jsonl_parse: a pointer is NULL, or line %lld or capacity %lld is no "
+                        "count",
                         (long long)line, (long long)capacity);
     char *copy = (char *)FT_MALLOC(n + 1);
     if (copy == NULL) return ft__io_oom(where, n + 1);
@@ -3007,8 +3009,8 @@ static char *ft__io_beside(const char *path, const char *end)
 
 static ft_status ft__io_part_megatron(ft__io_part *part)
 {
-    static const int kinds[9] = {0,         FT_IO_TOKEN_BYTE, FT__IO_I8, FT__IO_I16,
-                                 FT__IO_I32, FT__IO_I64,      0,         0,         FT_IO_TOKEN_U16};
+    static const int kinds[9] = {0, FT_IO_TOKEN_BYTE, FT__IO_I8, FT__IO_I16, FT__IO_I32,
+                                 FT__IO_I64, 0, 0, FT_IO_TOKEN_U16};
     char *bin = ft__io_beside(part->path, ".bin");
     part->index_path = ft__io_beside(part->path, ".idx");
     if (bin == NULL || part->index_path == NULL) {
@@ -3317,8 +3319,8 @@ static ft_status ft__io_check_config(const ft_io_data_config *config, ft_io_form
     }
     if (format == FT_IO_FORMAT_JSONL && (config->seq_len < 1 || config->seq_len >= INT32_MAX))
         return ft_error(FT_ERR_ARG,
-                        "ft_io_data_open: seq_len %lld: examples are packed into rows of a sequence "
-                        "length that must be given",
+                        "ft_io_data_open: seq_len %lld: examples are packed into rows of a "
+                        "sequence length that must be given",
                         (long long)config->seq_len);
     return FT_OK;
 }
@@ -3636,8 +3638,8 @@ static ft_status ft__io_windows(const ft_io_data *data, int64_t seq_len, int64_t
         *windows = data->rows;
         if (seq_len == data->seq_len) return FT_OK;
         return ft_error(FT_ERR_DATA,
-                        "%s%s: the examples were packed into rows of %lld tokens, not of %lld: give "
-                        "the sequence length when the data is opened",
+                        "%s%s: the examples were packed into rows of %lld tokens, not of %lld: "
+                        "give the sequence length when the data is opened",
                         data->parts[0].path, others, (long long)data->seq_len, (long long)seq_len);
     }
     if (data->tokens - 1 < seq_len)
@@ -3925,7 +3927,8 @@ FT_API ft_status ft_io_sampler_state_get(const ft_io_sampler *sampler, int64_t s
 {
     if (sampler == NULL || sampler->data == NULL || state == NULL)
         return ft_error(FT_ERR_ARG,
-                        "ft_io_sampler_state_get: the sampler is not initialised, or state is NULL");
+                        "ft_io_sampler_state_get: the sampler is not initialised, or state is "
+                        "NULL");
     memset(state, 0, sizeof *state);
     FT_TRY(ft__io_sampler_sample(sampler, "ft_io_sampler_state_get", step, 0, &state->samples));
     state->seed = sampler->seed;
@@ -3954,7 +3957,8 @@ FT_API ft_status ft_io_sampler_state_set(ft_io_sampler *sampler, const ft_io_sam
     if (state->tokens != sampler->data->tokens || state->windows != sampler->windows)
         return ft_error(FT_ERR_DATA,
                         "%s: the run that is continued had data of %lld tokens in %lld samples, "
-                        "this is %lld tokens in %lld samples; give the same files in the same order",
+                        "this is %lld tokens in %lld samples; give the same files in the same "
+                        "order",
                         path, (long long)state->tokens, (long long)state->windows,
                         (long long)sampler->data->tokens, (long long)sampler->windows);
     const uint64_t hash = ft__io_data_hash(sampler->data);

@@ -515,10 +515,10 @@ static ft_pp_config pipeline_config(const settings *set) {
     return config;
 }
 
-typedef struct batch { ft_tensor *tokens, *labels, *docs; } batch;
+typedef struct batch_tensors { ft_tensor *tokens, *labels, *docs; } batch_tensors;
 
 /* A batch as device tensors [B,T], from the host arrays; the tape keeps them while it needs. */
-static ft_status upload_batch(trainer *t, batch *in) {
+static ft_status upload_batch(trainer *t, batch_tensors *in) {
     int64_t shape[2];
     shape[0] = t->work->set->micro_batch_size;
     shape[1] = t->work->set->seq_len;
@@ -533,7 +533,7 @@ static ft_status upload_batch(trainer *t, batch *in) {
     return in->docs ? ft_upload(in->docs, t->host_docs) : FT_OK;
 }
 
-static void free_batch(batch *in) {
+static void free_batch(batch_tensors *in) {
     ft_tensor_free(in->tokens);
     ft_tensor_free(in->labels);
     ft_tensor_free(in->docs);
@@ -543,7 +543,7 @@ static void free_batch(batch *in) {
 static ft_status forward(void *user, int chunk, int micro_batch, ft_tensor *x, ft_tensor **out) {
     trainer *t = (trainer *)user;
     const settings *set = t->work->set;
-    batch in;
+    batch_tensors in;
     if (t->work->sampler)
         FT_TRY(ft_io_sampler_fill_docs(t->work->sampler, t->step, t->mesh.coord[FT_AXIS_DP],
                                        (int)set->dp, micro_batch, (int)set->micro_batches,
@@ -564,7 +564,7 @@ static ft_status add_loss(void *user, int micro_batch, ft_tensor *loss) {
 static ft_status eval_forward(void *user, int chunk, int micro_batch, ft_tensor *x,
                               ft_tensor **out) {
     trainer *t = (trainer *)user;
-    batch in;
+    batch_tensors in;
     (void)micro_batch;
     if (t->work->sampler)
         FT_TRY(ft_io_eval_fill_docs(t->work->eval, t->eval_batch, t->mesh.coord[FT_AXIS_DP],

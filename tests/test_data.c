@@ -773,7 +773,7 @@ static void continues_identically_at_any_step(void **state)
     }
 }
 
-/* The windows of samples from..to-1 of the sequence, read in steps of `batch` from step `step` on. */
+/* The windows of samples from..to-1 of the sequence, read from step `step` on. */
 static void collect_samples(const ft_io_sampler *sampler, int64_t step, int from, int to,
                             int64_t *order)
 {

@@ -74,7 +74,11 @@ static ft_status parse(const char *text, size_t n, int32_t *tokens, int64_t *pro
 static void a_line_is_its_tokens(void **state)
 {
     (void)state;
-    static const struct { const char *text; int prompt, n, is_bytes; int32_t tokens[12]; } cases[] = {
+    static const struct {
+        const char *text;
+        int prompt, n, is_bytes;
+        int32_t tokens[12];
+    } cases[] = {
         {"{\"prompt\": \"ab\", \"answer\": \"c\"}", 2, 3, 1, {'a', 'b', 'c'}},
         {"{\"answer\":\"c\",\"prompt\":\"ab\"}", 2, 3, 1, {'a', 'b', 'c'}}, /* any order */
         {" \t{ \"prompt\" : \"\" , \"answer\" : \"\" } \r", 0, 0, 1, {0}},
@@ -90,7 +94,8 @@ static void a_line_is_its_tokens(void **state)
         {"{\"prompt\": \"\\uDBFF\\uDFFF\", \"answer\": \"\x7f\"}", 4, 5, 1,
          {0xf4, 0x8f, 0xbf, 0xbf, 0x7f}},
         {"{\"\\u0070rompt\": \"p\", \"answer\": \"a\"}", 1, 2, 1, {'p', 'a'}},
-        {"{\"prompt\": \"}{][,:\", \"answer\": \"a\"}", 6, 7, 1, {'}', '{', ']', '[', ',', ':', 'a'}},
+        {"{\"prompt\": \"}{][,:\", \"answer\": \"a\"}", 6, 7, 1,
+         {'}', '{', ']', '[', ',', ':', 'a'}},
     };
     for (size_t i = 0; i < COUNT(cases); i++) {
         int32_t tokens[64];
@@ -424,7 +429,8 @@ static void examples_that_do_not_fit_are_refused(void **state)
          "an example of 5 tokens is longer than a row: sequence length 3 + 1; shorten it"},
         {"{\"prompt\": \"abcd\", \"answer\": \"e\"}", 4, 7, "line 1",
          "an example of 6 tokens is longer than a row: sequence length 4 + 1"},
-        {"{\"prompt\": \"a\", \"answer\": \"b\"}\n{\"prompt\": [], \"answer\": []}", 4, -1, "line 2",
+        {"{\"prompt\": \"a\", \"answer\": \"b\"}\n{\"prompt\": [], \"answer\": []}", 4, -1,
+         "line 2",
          "has token ids, the first line of the data has strings"},
         {"{\"prompt\": \"a\", \"answer\": \"\"}", 4, -1, "line 1",
          "nothing to learn: prompt and answer have 1 + 0 tokens"},
@@ -529,7 +535,8 @@ static void a_file_that_changes_is_noticed(void **state)
         ft_io_data *data;
         ft_io_eval eval;
         int32_t tokens[T], labels[T];
-        const char *path = write_text("change.jsonl", "{\"prompt\": \"a\", \"answer\": \"bc\"}  \n");
+        const char *path =
+            write_text("change.jsonl", "{\"prompt\": \"a\", \"answer\": \"bc\"}  \n");
         assert_ok(open_rows(&path, 1, T, -1, &data));
         assert_ok(ft_io_eval_init(&eval, data, T, 1, 1, 0));
         assert_ok(ft_io_eval_fill(&eval, 0, 0, tokens, labels, NULL));

@@ -1,5 +1,5 @@
-/* test_megatron.c: data of Megatron-LM, spelled out byte by byte from the format's description: what
-   is read of every width, which documents it has, and every way in which an index can lie. */
+/* test_megatron.c: data of Megatron-LM, spelled out byte by byte from the format's description:
+   what is read of every width, which documents it has, and every way in which an index can lie. */
 
 #if !defined(_POSIX_C_SOURCE) && !defined(_GNU_SOURCE)
 #define _DEFAULT_SOURCE 1 /* mkdtemp, truncate */

@@ -247,7 +247,8 @@ END
     PYTHONPATH="$dir/without" refuse_tool "needs the Python package tokenizers: pip install" \
         $shard "$dir/tokenizer.json"
     PYTHONPATH="$dir/without" refuse_tool "package transformers: pip install" $shard some/model
-    PYTHONPATH="$dir/with" refuse_tool "no such token" $shard "$dir/tokenizer.json" --eod-token "<x>"
+    PYTHONPATH="$dir/with" refuse_tool "no such token" $shard "$dir/tokenizer.json" \
+        --eod-token "<x>"
     cp "$dir/b.txt" "$dir/latin.txt"
     printf '\351' >>"$dir/latin.txt"
     PYTHONPATH="$dir/with" refuse_tool "latin.txt: byte .* is not UTF-8" "$dir/latin.txt" \

@@ -398,7 +398,8 @@ def options():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("input", nargs="+", help="text files, and .jsonl")
     parser.add_argument("--output", required=True, help="the file, or megatron's PREFIX")
-    parser.add_argument("--format", required=True, choices=["uint16", "uint32", "megatron", "jsonl"])
+    parser.add_argument("--format", required=True,
+                        choices=["uint16", "uint32", "megatron", "jsonl"])
     parser.add_argument("--tokenizer", required=True,
                         help="bytes, a tokenizer.json, or a directory or name of Hugging Face")
     parser.add_argument("--eod-token", metavar="TOKEN",
