@@ -218,6 +218,32 @@ static void negative_and_large_tokens_are_refused(void **state)
     }
 }
 
+/* A narrow file beside a wide one: the vocabulary of the wide one does not let negative tokens by. */
+static void each_file_has_its_own_range(void **state)
+{
+    (void)state;
+    static const int codes[3] = {2, 3, 4};
+    for (int k = 0; k < 3; k++) {
+        int64_t tokens[TOKENS] = {0};
+        int32_t read[2 * TOKENS];
+        const char *paths[2];
+        ft_io_data *data;
+        tokens[5] = -1;
+        make_index(&file, codes[k], SEQUENCES, the_lengths, STARTS, the_starts);
+        paths[0] = write_pair("narrow", codes[k], tokens, TOKENS, &file);
+        paths[1] = write_the_pair("wide", 5);
+        assert_ok(open_as(paths, 2, FT_IO_FORMAT_MEGATRON, &data));
+        assert_int_equal(ft_io_data_vocab(data), 2147483648);
+        assert_error(ft_io_data_check_vocab(data, 1 << 20), FT_ERR_DATA, "narrow.bin",
+                     "token -1 at position 5 is negative");
+        assert_error(ft_io_data_read(data, 0, 2 * TOKENS, read), FT_ERR_DATA, "narrow.bin",
+                     "token -1 at position 5 is negative");
+        assert_ok(ft_io_data_read(data, 6, 2 * TOKENS - 6, read));
+        assert_int_equal(read[TOKENS - 6], 100);
+        ft_io_data_close(data);
+    }
+}
+
 static void a_path_is_any_of_three(void **state)
 {
     (void)state;
@@ -607,6 +633,7 @@ int main(void)
         TEST(an_index_is_read),
         TEST(every_integer_is_read),
         TEST(negative_and_large_tokens_are_refused),
+        TEST(each_file_has_its_own_range),
         TEST(a_path_is_any_of_three),
         TEST(documents_are_those_of_the_index),
         TEST(counts_are_those_of_the_labels),
