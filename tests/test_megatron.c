@@ -218,14 +218,14 @@ static void negative_and_large_tokens_are_refused(void **state)
     }
 }
 
-/* A narrow file beside a wide one: the vocabulary of the wide one does not let negative tokens by. */
+/* A narrow file beside a wide one: the wide one's vocabulary does not let negative tokens by. */
 static void each_file_has_its_own_range(void **state)
 {
     (void)state;
     static const int codes[3] = {2, 3, 4};
     for (int k = 0; k < 3; k++) {
         int64_t tokens[TOKENS] = {0};
-        int32_t read[2 * TOKENS];
+        int32_t read[2 * TOKENS] = {0};
         const char *paths[2];
         ft_io_data *data;
         tokens[5] = -1;
