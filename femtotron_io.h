@@ -298,8 +298,8 @@ FT_API ft_status ft_io_jsonl_parse(const char *text, size_t n, const char *where
                                    int64_t *n_tokens, int *is_bytes);
 /* One example, n bytes of text without the line's end: {"prompt": ..., "answer": ...}, each a
    string (UTF-8; its bytes are the tokens, *is_bytes = 1) or an array of token ids (0). tokens gets
-   the prompt and the answer behind it, up to `capacity` of them, and may be NULL then; *n_tokens is
-   their number in any case. `where` and `line` begin the messages. FT_ERR_DATA: not such an object:
+   the prompt and the answer behind it, up to `capacity` of them (NULL: none); *n_tokens is their
+   number in any case. `where` and `line` begin the messages. FT_ERR_DATA: not such an object:
    another key, one twice or missing, a string and an array, not JSON, or text behind it. */
 
 typedef struct ft_io_data ft_io_data;
