@@ -6662,8 +6662,8 @@ static int64_t ft__att_first(const ft__att *a, int64_t b, int64_t t)
 static int64_t ft__att_last(const ft__att *a, int64_t b, int64_t t)
 {
     int64_t last = t + 1;
-    while (last < t + FT__TILE && last < a->T && ft__att_first(a, b, last) == ft__att_first(a, b, t))
-        last++;
+    const int64_t first = ft__att_first(a, b, t);
+    while (last < t + FT__TILE && last < a->T && ft__att_first(a, b, last) == first) last++;
     return last;
 }
 

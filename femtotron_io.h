@@ -14,10 +14,12 @@
        ft_io_read_float(t, 0, t->elems, values);
 
    WHAT IT DOES NOT DO
-     No tokenizer, no downloads, no models split over several safetensors files, no big-endian host.
-     It writes no token shards and no training checkpoints, and reads no compressed data.
-     JSON is written by the emitter here; of JSON read, the safetensors header needs no library, a
-     Hugging Face config.json needs cJSON.
+     No tokenizer (tools/tokenize.py calls one, and writes what is read here), no downloads, no
+     models split over several safetensors files, no big-endian host. It writes no token shards and
+     no training checkpoints, and reads no compressed data. Of Megatron's data it reads text, no
+     multimodal sequences, and blends no data sets by weights.
+     JSON is written by the emitter here; of JSON read, the safetensors header and examples for
+     fine-tuning need no library, a Hugging Face config.json needs cJSON.
 
    CONTENTS  (find a part by searching for its mark)
      Declarations                                    Implementation
@@ -25,7 +27,8 @@
        >>safetensors  read and write tensor files      >>files.impl, >>utf8.impl, >>header.impl,
                                                        >>safetensors.impl, >>writer.impl
        >>hf           config.json of Hugging Face      >>hf.impl
-       >>data         files as one stream of tokens    >>data.impl
+       >>data         files as one stream of tokens    >>tokens.impl, >>megatron.impl, >>jsonl.impl,
+                                                       >>data.impl, >>rows.impl
        >>sampler      which tokens a step sees         >>sampler.impl
        >>eval         which ones an evaluation sees    >>eval.impl
        >>json         an emitter for nested JSON       >>json.impl
@@ -50,10 +53,28 @@
      shard     A file of tokens of 16 or 32 bits, little-endian: nothing else (raw, as nanoGPT
                writes it), or after a header of 256 int32 (as llm.c does). All files of a stream are
                of one width; raw ones and ones with a header mix.
+     megatron  Tokens in PREFIX.bin, and in PREFIX.idx which of them are a sequence and which
+               sequences a document, as Megatron-LM's preprocessing writes them.
+     examples  A .jsonl file for fine-tuning: an object {"prompt": ..., "answer": ...} a line.
      position  of a token in its file: counted in tokens, from 0, without the header.
      window    A sample is T + 1 tokens: T inputs, and T labels that are the same tokens one later.
                Windows start every T tokens, so each token is a label once (the first never, and at
                the end up to T - 1 tokens are left over). Window w reads tokens w*T .. w*T + T.
+     row       The window of examples. Each example of n tokens takes n - 1 places of a row of T
+               (its last token is a label only), whole: it is put, in the order of the files, where
+               the least room is that it fits into, in a new row if none has it (best fit). What is
+               left of a row has tokens 0 and labels -100. So rows depend on the files and T alone,
+               not on seed, ranks or epoch. Labels inside the prompt are -100.
+     document  Where documents begin is known of Megatron's data (the index says it), of other
+               shards if a token is named that ends one (eod_token: the token behind it begins the
+               next; a file's end ends none, as shards cut documents too), and of examples, which
+               are documents. Where it is known a label that would be the first token of another
+               document is -100: nothing that a row holds tells it. So it is by default; attention
+               stays inside documents if the model is given doc_start as well. Document starts are
+               counted in the row, and one that began before it starts at 0.
+     counted   Labels that are not -100. A step's loss is its sum over them, divided by their number
+               in the whole global batch, which is known before the first forward
+               (ft_io_sampler_counted): so no split in ranks and micro-batches changes it.
      order     Step s takes positions s*G .. s*G + G-1 of an endless sequence: epoch 0's permutation
                of all windows, then epoch 1's, and so on. A batch may span the end of an epoch;
                nothing is dropped or seen twice. The sequence depends on (seed, number of windows)
@@ -65,10 +86,17 @@
        ft_io_safetensors_open         header + 150 B a tensor       n log n in the tensors
        ft_io_safetensors_finish       header + 1 MiB                one pass over the data
        ft_io_data_open                100 B a file                  none for the data
+         of Megatron's data           the same                      one pass over the index
+         of examples                  28 B an example, 8 B a row    one pass over the data
        ft_io_data_check_vocab         0                             one pass; none where vocab takes
                                                                     all tokens of 8 or 16 bits
        ft_io_data_set_vocab           0                             a comparison a token, when read
        ft_io_sampler_index            0                             at most 48 hashes in the mean
+       ft_io_sampler_counted          0                             0; by document a binary search;
+                                                                    a pass over the step's tokens
+                                                                    where an eod_token says it
+       ft_io_eval_init                0                             the same for all its windows
+       reading a row of examples      a line, 4 B a token           parses its lines again
 
    OWNERSHIP, THREADS, ERRORS
      What _open or _create gives, the matching _close, _finish or _abandon takes back; pointers into
@@ -235,7 +263,75 @@ FT_API const char *ft_io_token_name(ft_io_token token);
 FT_API ft_status ft_io_token_parse(const char *name, ft_io_token *token);
 /* The other way. FT_ERR_ARG, listing the names, for any other name. */
 
+typedef enum ft_io_format { /* what data files hold */
+    FT_IO_FORMAT_AUTO = 0,  /* told by name and first bytes: see ft_io_data_open_files */
+    FT_IO_FORMAT_BYTES, FT_IO_FORMAT_U16, FT_IO_FORMAT_U32, FT_IO_FORMAT_MEGATRON,
+    FT_IO_FORMAT_JSONL, FT_IO_FORMAT_COUNT
+} ft_io_format;
+
+FT_API const char *ft_io_format_name(ft_io_format format);
+/* "auto", "bytes", "uint16", "uint32", "megatron" or "jsonl"; "?" for a value outside the enum. */
+
+/* An index of Megatron-LM (megatron/core/datasets/indexed_dataset.py), little-endian: the 9 bytes
+   "MMIDIDX", 0, 0; uint64 version, 1; uint8 dtype (1 uint8, 2 int8, 3 int16, 4 int32, 5 int64, 6
+   float64, 7 float32, 8 uint16); uint64 S, sequences; uint64 N, one more than documents; int32
+   tokens of each sequence [S]; int64 byte of PREFIX.bin at which it begins [S]; int64 sequence with
+   which each document begins [N], the last one S; and nothing, or int8 mode of each sequence [S].
+*/
+typedef struct ft_io_megatron {
+    const char *dtype;         /* "uint16" */
+    int64_t token_bytes;
+    int64_t sequences, documents, tokens;
+    const unsigned char *pointers, *first_sequence; /* private: in the parsed bytes, unaligned */
+} ft_io_megatron;
+
+FT_API ft_status ft_io_megatron_parse(const void *bytes, size_t n, const char *where,
+                                      int64_t bin_bytes, ft_io_megatron *index);
+/* Checks a whole index, which must stay where it is; `where` (a file's name) begins the messages.
+   bin_bytes: of PREFIX.bin, -1 where they are not known. Nothing is allocated.
+   FT_ERR_DATA: anything in it breaks the format or contradicts the rest: lengths, sequences that do
+   not lie one behind the other, documents that do not ascend from 0 to S, sizes of the files.
+   FT_ERR_UNSUPPORTED: tokens that are floats, and modes other than 0 (multimodal data). */
+
+FT_API ft_status ft_io_jsonl_parse(const char *text, size_t n, const char *where, int64_t line,
+                                   int64_t capacity, int32_t *tokens, int64_t *prompt_tokens,
+                                   int64_t *n_tokens, int *is_bytes);
+/* One example, n bytes of text without the line's end: {"prompt": ..., "answer": ...}, each a
+   string (UTF-8; its bytes are the tokens, *is_bytes = 1) or an array of token ids (0). tokens gets
+   the prompt and the answer behind it, up to `capacity` of them (NULL: none); *n_tokens is their
+   number in any case. `where` and `line` begin the messages. FT_ERR_DATA: not such an object:
+   another key, one twice or missing, a string and an array, not JSON, or text behind it. */
+
 typedef struct ft_io_data ft_io_data;
+
+typedef struct ft_io_data_config {
+    ft_io_format format;
+    int64_t eod_token;         /* -1: none. Of bytes and shards: it ends each document. Of examples:
+                                  it is appended to each. Not for Megatron's data, whose index
+                                  has the documents. */
+    int64_t seq_len;           /* T, for which rows of examples are packed; others do not read it */
+} ft_io_data_config;
+
+FT_API ft_io_data_config ft_io_data_config_default(void);
+/* Auto, and no eod_token. */
+
+FT_API ft_status ft_io_data_open_files(const char *const *paths, int n_paths,
+                                       const ft_io_data_config *config, ft_io_data **out);
+/* The files in this order as one stream. All are of one format. FT_IO_FORMAT_AUTO takes a path
+   that ends in ".jsonl" as examples; one that ends in ".idx", or in ".bin" beside such an index, or
+   that is no file but PREFIX.idx is, as Megatron's; one that begins as a shard with a header does,
+   as such a shard; all others as bytes. Raw shards must be named as uint16 or uint32.
+   Of Megatron's data a path is PREFIX, PREFIX.bin or PREFIX.idx; files may differ in width.
+   The errors of ft_io_data_open, ft_io_megatron_parse and ft_io_jsonl_parse; and FT_ERR_DATA, with
+   file and line, for an example of more than T + 1 tokens, one without a token to learn, and ids
+   beside strings (in whichever lines). FT_ERR_ARG for an eod_token that the format cannot hold. */
+FT_API ft_io_format ft_io_data_format(const ft_io_data *data);
+FT_API int ft_io_data_has_documents(const ft_io_data *data);
+/* 1 where it is known where documents begin. */
+FT_API int64_t ft_io_data_examples(const ft_io_data *data);
+/* 0 of a format that has none. */
+FT_API const char *ft_io_data_file(const ft_io_data *data, int index);
+/* The files that are open, of Megatron's data both; NULL behind the last. */
 
 FT_API ft_status ft_io_data_open(const char *const *paths, int n_paths, ft_io_token token,
                                  ft_io_data **out);
@@ -253,27 +349,30 @@ FT_API ft_status ft_io_data_open(const char *const *paths, int n_paths, ft_io_to
 FT_API void ft_io_data_close(ft_io_data *data);
 /* NULL is allowed. */
 FT_API int64_t ft_io_data_tokens(const ft_io_data *data);
+/* Of the stream; of examples: of all together, with their eod_tokens. */
 FT_API int64_t ft_io_data_vocab(const ft_io_data *data);
-/* One more than the largest token that can be read: 256, 65536, or 2^31 (tokens become int32). */
+/* One more than the largest token that can be read: 256, 65536, or 2^31 (tokens become int32); of
+   signed types half of it. Examples of text: 256, or eod_token + 1 if that is more. */
 FT_API ft_status ft_io_data_set_vocab(ft_io_data *data, int64_t vocab);
 /* Whatever reads tokens from here on - _read, samplers, evaluations - refuses those >= vocab, as
    _check_vocab does. For data too large for a pass before training. Not while threads read. */
 FT_API ft_status ft_io_data_check_vocab(const ft_io_data *data, int64_t vocab);
-/* FT_ERR_DATA, naming the file, the position in it and the value, if any token is >= vocab. */
+/* FT_ERR_DATA, naming the file, the position in it (of examples the line) and the value, if any
+   token is >= vocab or negative. */
 FT_API ft_status ft_io_data_read(const ft_io_data *data, int64_t position, int64_t n,
                                  int32_t *tokens);
 /* tokens[n] = tokens position..position+n-1 of the stream, across files. FT_ERR_DATA, as above, for
-   one outside the vocabulary. */
+   one outside the vocabulary. FT_ERR_UNSUPPORTED of examples: they are no stream, see _sampler_. */
 FT_API const char *ft_io_data_locate(const ft_io_data *data, int64_t position, int64_t *in_file);
 /* The path of the file that holds the position and, unless NULL, the token's position in that file.
-   NULL outside the stream. */
+   NULL outside the stream, and of examples. */
 
 /* ----------------------------------------------------------------------------------- >>sampler */
 
 typedef struct ft_io_sampler { /* a plain value: nothing to free; `data` must outlive it */
     const ft_io_data *data;
     int64_t seq_len;           /* T */
-    int64_t windows;           /* N = (tokens - 1) / T */
+    int64_t windows;           /* N = (tokens - 1) / T; of examples: rows */
     int64_t global_batch;      /* G */
     uint64_t seed;
     int64_t first_step;        /* its first sample is number first_sample of the sequence */
@@ -282,7 +381,8 @@ typedef struct ft_io_sampler { /* a plain value: nothing to free; `data` must ou
 
 FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *data, int64_t seq_len,
                                     int64_t global_batch, uint64_t seed);
-/* FT_ERR_DATA, naming both sizes, if the stream is shorter than one sample (T + 1 tokens). */
+/* FT_ERR_DATA, naming both sizes, if the stream is shorter than one sample (T + 1 tokens), or if
+   the rows of examples were packed for another T. */
 
 FT_API ft_status ft_io_sampler_index(const ft_io_sampler *sampler, int64_t step, int64_t position,
                                      int64_t *window, int64_t *epoch);
@@ -292,13 +392,24 @@ FT_API ft_status ft_io_sampler_index(const ft_io_sampler *sampler, int64_t step,
 FT_API ft_status ft_io_sampler_read(const ft_io_sampler *sampler, int64_t step, int64_t position,
                                     int64_t n, int32_t *tokens, int32_t *labels);
 /* tokens[n,T], labels[n,T]: the n samples from `position` on of the step's global batch.
-   labels[b,t] is the token after tokens[b,t]; rows do not run into one another. */
+   labels[b,t] is the token after tokens[b,t], or -100 (see document, row); rows do not run into one
+   another. */
 
 FT_API ft_status ft_io_sampler_fill(const ft_io_sampler *sampler, int64_t step, int rank, int ranks,
                                     int micro_batch, int micro_batches, int32_t *tokens,
                                     int32_t *labels);
 /* tokens[B,T], labels[B,T] of one rank and micro-batch, B = G / (R M), which must divide: positions
    (micro_batch * R + rank) * B onwards. Together they are the global batch, once. */
+FT_API ft_status ft_io_sampler_fill_docs(const ft_io_sampler *sampler, int64_t step, int rank,
+                                         int ranks, int micro_batch, int micro_batches,
+                                         int32_t *tokens, int32_t *labels, int32_t *doc_start);
+/* The same, and doc_start[B,T]: where in the row the document of each token begins, for
+   ft_llama_chunk_docs; zeros where the data knows no documents. What fills a row of examples up is
+   a document of its own. NULL: not wanted. */
+FT_API ft_status ft_io_sampler_counted(const ft_io_sampler *sampler, int64_t step, int rank,
+                                       int ranks, int micro_batches, int64_t *counted);
+/* How many labels other than -100 the rank has in the step, in all of its micro-batches: what
+   ft_zero_step_begin asks for. Any rank's, or, with ranks = 1, those of the whole global batch. */
 
 /* What a checkpoint keeps of a sampler: where it is in which sequence, and of which data. */
 typedef struct ft_io_sampler_state {
@@ -335,20 +446,26 @@ typedef struct ft_io_eval { /* a plain value: nothing to free; `data` must outli
     int64_t batch;             /* B */
     int ranks;                 /* R */
     int64_t windows;           /* N, the windows that an evaluation sees: 0..N-1 */
+    int64_t counted;           /* their labels other than -100: N T, where no documents are known */
     int64_t batches;           /* N / (R B), rounded up: forward passes of every rank */
 } ft_io_eval;
 
 FT_API ft_status ft_io_eval_init(ft_io_eval *eval, const ft_io_data *data, int64_t seq_len,
                                  int64_t batch, int ranks, int64_t max_windows);
 /* An evaluation of at most max_windows windows from the beginning of the data, 0: all. FT_ERR_DATA,
-   naming both sizes, if the stream is shorter than one (T + 1 tokens). */
+   naming both sizes, if the stream is shorter than one (T + 1 tokens), or if no label counts. */
 FT_API ft_status ft_io_eval_fill(const ft_io_eval *eval, int64_t index, int rank, int32_t *tokens,
                                  int32_t *labels, int64_t *counted);
 /* tokens[B,T], labels[B,T] of one rank in evaluation batch `index` (0..batches-1): row b is window
    (index * R + rank) * B + b. Past the last window, rows have tokens 0 and labels -100, which no
    loss counts: all ranks make the same number of passes, as collectives need, and each window
    counts once, for every R and B. *counted, unless NULL, = the number of labels other than -100. So
-   the loss is the sum of counted * (mean over counted labels) over batches and ranks, over N T. */
+   the loss is the sum of counted * (mean over counted labels) over batches and ranks, over
+   eval->counted. */
+FT_API ft_status ft_io_eval_fill_docs(const ft_io_eval *eval, int64_t index, int rank,
+                                      int32_t *tokens, int32_t *labels, int32_t *doc_start,
+                                      int64_t *counted);
+/* The same with doc_start, as ft_io_sampler_fill_docs. */
 
 /* -------------------------------------------------------------------------------------- >>json */
 
@@ -1097,12 +1214,13 @@ FT_API ft_status ft_io_json_finish(ft_io_json *json)
    consuming one construct at `at`; no construct contains itself, so depth is bounded by the code.
    Numbers are integers that are not negative. Strings are decoded where they stand (an escape is
    never shorter than what it means, and the closing quote leaves room for the terminator), so all
-   names are pointers into one copy of the header. */
+   names are pointers into one copy of the header. Its parts read the lines of .jsonl files too. */
 typedef struct ft__io_header {
     const char *path;
     char *text;
     size_t n, at;
     const char *tensor; /* being parsed, for messages; NULL outside */
+    int64_t line;       /* of a .jsonl file, from 1; 0: a header */
 } ft__io_header;
 
 typedef struct ft__io_entry {
@@ -1136,6 +1254,9 @@ static ft_status ft__io_header_error(const ft__io_header *h, ft_status status, c
     va_start(list, format);
     vsnprintf(reason, sizeof reason, format, list);
     va_end(list);
+    if (h->line > 0)
+        return ft_error(status, "%s: line %lld, byte %zu: %s", h->path, (long long)h->line, h->at,
+                        reason);
     if (h->tensor == NULL)
         return ft_error(status, "%s: safetensors header, byte %zu: %s", h->path, h->at, reason);
     return ft_error(status, "%s: safetensors header, byte %zu, tensor \"%s\": %s", h->path, h->at,
@@ -1152,7 +1273,8 @@ static int ft__io_peek(ft__io_header *h)
 static ft_status ft__io_unexpected(const ft__io_header *h, const char *wanted)
 {
     if (h->at >= h->n)
-        return ft__io_header_error(h, FT_ERR_DATA, "expected %s, found the header's end", wanted);
+        return ft__io_header_error(h, FT_ERR_DATA, "expected %s, found the %s's end", wanted,
+                                   h->line > 0 ? "line" : "header");
     const unsigned char c = (unsigned char)h->text[h->at];
     if (c > 0x20 && c < 0x7f)
         return ft__io_header_error(h, FT_ERR_DATA, "expected %s, found '%c'", wanted, c);
@@ -1201,7 +1323,7 @@ static ft_status ft__io_parse_unicode(ft__io_header *h, char **write)
 {
     uint32_t code, low;
     FT_TRY(ft__io_parse_hex4(h, &code));
-    if (code == 0)
+    if (code == 0 && h->line == 0)
         return ft__io_header_error(h, FT_ERR_DATA,
                                    "\\u0000 in a string: names and metadata are C strings");
     if (code >= 0xd800 && code <= 0xdfff) {
@@ -1251,7 +1373,8 @@ static ft_status ft__io_parse_escape(ft__io_header *h, char **write)
     return FT_OK;
 }
 
-static ft_status ft__io_parse_string(ft__io_header *h, char **string, const char *wanted)
+/* Of string[*n], which a zero follows; in text (a line) it may hold zeros. */
+static ft_status ft__io_parse_text(ft__io_header *h, char **string, size_t *n, const char *wanted)
 {
     FT_TRY(ft__io_expect(h, '"', wanted));
     char *write = h->text + h->at;
@@ -1278,7 +1401,14 @@ static ft_status ft__io_parse_string(ft__io_header *h, char **string, const char
     }
     h->at++;
     *write = 0;
+    *n = (size_t)(write - *string);
     return FT_OK;
+}
+
+static ft_status ft__io_parse_string(ft__io_header *h, char **string, const char *wanted)
+{
+    size_t n;
+    return ft__io_parse_text(h, string, &n, wanted);
 }
 
 static ft_status ft__io_parse_integer(ft__io_header *h, const char *wanted, int64_t *value)
@@ -2361,17 +2491,23 @@ FT_API ft_status ft_io_hf_config_parse(const char *json_text, const char *where,
 
 #endif /* FT_CJSON */
 
-/* --------------------------------------------------------------------------------- >>data.impl */
+/* ------------------------------------------------------------------------------- >>tokens.impl */
 
-typedef struct ft__io_token_row {
+/* How tokens are stored: ft_io_token's ways first, in its order, then Megatron's others. A negative
+   one, read as unsigned, lies above every vocabulary. */
+enum { FT__IO_I8 = FT_IO_TOKEN_COUNT, FT__IO_I16, FT__IO_I32, FT__IO_I64, FT__IO_KINDS };
+
+typedef struct ft__io_kind {
     const char *name;
     size_t bytes;
-    int64_t largest; /* what the format holds */
-} ft__io_token_row;
+    int is_signed;
+    int64_t vocab;      /* one more than the largest token that it holds and int32 too */
+} ft__io_kind;
 
-/* In the order of the enum. */
-static const ft__io_token_row ft__io_tokens[FT_IO_TOKEN_COUNT] = {
-    {"bytes", 1, 255}, {"uint16", 2, 65535}, {"uint32", 4, 4294967295}};
+static const ft__io_kind ft__io_kinds[FT__IO_KINDS] = {
+    {"bytes", 1, 0, 256},  {"uint16", 2, 0, 65536}, {"uint32", 4, 0, 2147483648},
+    {"int8", 1, 1, 128},   {"int16", 2, 1, 32768},  {"int32", 4, 1, 2147483648},
+    {"int64", 8, 1, 2147483648}};
 
 static int ft__io_token_valid(ft_io_token token)
 {
@@ -2380,7 +2516,7 @@ static int ft__io_token_valid(ft_io_token token)
 
 FT_API const char *ft_io_token_name(ft_io_token token)
 {
-    return ft__io_token_valid(token) ? ft__io_tokens[token].name : "?";
+    return ft__io_token_valid(token) ? ft__io_kinds[token].name : "?";
 }
 
 FT_API ft_status ft_io_token_parse(const char *name, ft_io_token *token)
@@ -2388,12 +2524,19 @@ FT_API ft_status ft_io_token_parse(const char *name, ft_io_token *token)
     if (name == NULL || token == NULL)
         return ft_error(FT_ERR_ARG, "ft_io_token_parse: name and token must not be NULL");
     for (int i = 0; i < (int)FT_IO_TOKEN_COUNT; i++) {
-        if (strcmp(name, ft__io_tokens[i].name) != 0) continue;
+        if (strcmp(name, ft__io_kinds[i].name) != 0) continue;
         *token = (ft_io_token)i;
         return FT_OK;
     }
     return ft_error(FT_ERR_ARG, "\"%s\" is no type of tokens; there are bytes, uint16 and uint32",
                     ft__io_show(name).text);
+}
+
+FT_API const char *ft_io_format_name(ft_io_format format)
+{
+    static const char *const names[FT_IO_FORMAT_COUNT] = {"auto",   "bytes",    "uint16",
+                                                          "uint32", "megatron", "jsonl"};
+    return (int)format >= 0 && format < FT_IO_FORMAT_COUNT ? names[format] : "?";
 }
 
 typedef struct ft__io_shard_row {
@@ -2410,15 +2553,15 @@ enum { FT__IO_SHARD_HEADER = 1024 };
 
 /* Everything a header says against what was asked for and what is there. */
 static ft_status ft__io_shard_check(const char *path, const ft__io_map *map,
-                                    const ft__io_shard_row *shard, ft_io_token token)
+                                    const ft__io_shard_row *shard, int kind)
 {
     const char *name = ft_io_token_name(shard->token);
     int32_t header[3];
-    if (token != shard->token)
+    if (kind != (int)shard->token)
         return ft_error(FT_ERR_DATA,
                         "%s: its header (magic %u) says %s tokens, but it is read as %s; give %s "
                         "as the type of tokens",
-                        path, shard->magic, name, ft_io_token_name(token), name);
+                        path, shard->magic, name, ft__io_kinds[kind].name, name);
     if (map->bytes < FT__IO_SHARD_HEADER)
         return ft_error(FT_ERR_DATA,
                         "%s: truncated: it has %zu bytes, its header (magic %u) alone takes %d",
@@ -2431,7 +2574,7 @@ static ft_status ft__io_shard_check(const char *path, const ft__io_map *map,
         return ft_error(FT_ERR_DATA, "%s: its header counts %d tokens; it takes at least one", path,
                         header[2]);
     const int64_t there = (int64_t)map->bytes - FT__IO_SHARD_HEADER;
-    const int64_t wanted = header[2] * (int64_t)ft__io_tokens[token].bytes;
+    const int64_t wanted = header[2] * (int64_t)ft__io_kinds[kind].bytes;
     if (there < wanted)
         return ft_error(FT_ERR_DATA,
                         "%s: truncated: its header counts %d %s tokens, %lld bytes, but %lld "
@@ -2446,30 +2589,391 @@ static ft_status ft__io_shard_check(const char *path, const ft__io_map *map,
     return FT_OK;
 }
 
+/* The first of stored tokens from..to-1 that is >= limit; `to` if there is none. Everywhere below,
+   a stretch is looked at by width, without a call for each token. */
+static int64_t ft__io_first_outside(int kind, const void *data, int64_t from, int64_t to,
+                                    uint64_t limit)
+{
+    const uint8_t *bytes = (const uint8_t *)data;
+    const uint16_t *halves = (const uint16_t *)data;
+    const uint32_t *words = (const uint32_t *)data;
+    const uint64_t *longs = (const uint64_t *)data;
+    int64_t i = from;
+    switch (ft__io_kinds[kind].bytes) {
+    case 1: while (i < to && bytes[i] < limit) i++; break;
+    case 2: while (i < to && halves[i] < limit) i++; break;
+    case 4: while (i < to && words[i] < limit) i++; break;
+    default: while (i < to && longs[i] < limit) i++; break;
+    }
+    return i;
+}
+
+/* The first of stored tokens from..to-1 that is `token`; `to` if there is none. */
+static int64_t ft__io_first_equal(int kind, const void *data, int64_t from, int64_t to,
+                                  uint64_t token)
+{
+    const uint8_t *bytes = (const uint8_t *)data;
+    const uint16_t *halves = (const uint16_t *)data;
+    const uint32_t *words = (const uint32_t *)data;
+    int64_t i = from;
+    switch (ft__io_kinds[kind].bytes) {
+    case 1: while (i < to && bytes[i] != token) i++; break;
+    case 2: while (i < to && halves[i] != token) i++; break;
+    default: while (i < to && words[i] != token) i++; break;
+    }
+    return i;
+}
+
+/* Tokens below 2^31. */
+static void ft__io_decode(int kind, const void *data, int64_t from, int64_t n, int32_t *tokens)
+{
+    const uint8_t *bytes = (const uint8_t *)data + from;
+    const uint16_t *halves = (const uint16_t *)data + from;
+    const uint64_t *longs = (const uint64_t *)data + from;
+    switch (ft__io_kinds[kind].bytes) {
+    case 1: for (int64_t i = 0; i < n; i++) tokens[i] = bytes[i]; break;
+    case 2: for (int64_t i = 0; i < n; i++) tokens[i] = halves[i]; break;
+    case 4:
+        memcpy(tokens, (const uint32_t *)data + from, (size_t)n * sizeof *tokens);
+        break;
+    default: for (int64_t i = 0; i < n; i++) tokens[i] = (int32_t)longs[i]; break;
+    }
+}
+
+/* ----------------------------------------------------------------------------- >>megatron.impl */
+
+enum { FT__IO_MEGATRON_HEADER = 34 };
+
+/* One number of a file without alignment. */
+static int64_t ft__io_load_i64(const unsigned char *from)
+{
+    int64_t value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+static ft_status ft__io_megatron_header(const unsigned char *bytes, size_t n, const char *where,
+                                        ft_io_megatron *index)
+{
+    static const char *const names[9] = {"",      "uint8",   "int8",    "int16", "int32",
+                                         "int64", "float64", "float32", "uint16"};
+    static const int widths[9] = {0, 1, 1, 2, 4, 8, 8, 4, 2};
+    if (n < FT__IO_MEGATRON_HEADER)
+        return ft_error(FT_ERR_DATA,
+                        "%s: truncated: it has %zu bytes, an index's header alone takes %d", where,
+                        n, (int)FT__IO_MEGATRON_HEADER);
+    if (memcmp(bytes, "MMIDIDX\0\0", 9) != 0)
+        return ft_error(FT_ERR_DATA,
+                        "%s: it does not begin with MMIDIDX: not an index of Megatron-LM", where);
+    const uint64_t version = ft__io_load(bytes + 9, 8);
+    const unsigned code = bytes[17];
+    if (version != 1)
+        return ft_error(FT_ERR_DATA, "%s: its header has version %llu; 1 is supported", where,
+                        (unsigned long long)version);
+    if (code < 1 || code > 8)
+        return ft_error(FT_ERR_DATA, "%s: its header has dtype %u; there are 1 to 8", where, code);
+    if (code == 6 || code == 7)
+        return ft_error(FT_ERR_UNSUPPORTED, "%s: its header has dtype %u, %s: tokens are integers",
+                        where, code, names[code]);
+    index->dtype = names[code];
+    index->token_bytes = widths[code];
+    return FT_OK;
+}
+
+/* The counts against the file's size, in an order in which nothing overflows. */
+static ft_status ft__io_megatron_sizes(const unsigned char *bytes, size_t n, const char *where,
+                                       ft_io_megatron *index, const unsigned char **modes)
+{
+    const uint64_t sequences = ft__io_load(bytes + 18, 8), starts = ft__io_load(bytes + 26, 8);
+    const uint64_t left = n - FT__IO_MEGATRON_HEADER;
+    if (sequences < 1)
+        return ft_error(FT_ERR_DATA, "%s: its header counts no sequences", where);
+    if (starts < 2)
+        return ft_error(FT_ERR_DATA,
+                        "%s: its header counts %llu document indices; it takes 2 at least, the "
+                        "first sequence and the number of sequences",
+                        where, (unsigned long long)starts);
+    const int fits = sequences <= left / 12 && starts <= (left - 12 * sequences) / 8;
+    const uint64_t behind = fits ? left - 12 * sequences - 8 * starts : 0;
+    if (!fits || (behind != 0 && behind != sequences))
+        return ft_error(FT_ERR_DATA,
+                        "%s: %zu bytes are %s its header counts: %llu sequences and %llu document "
+                        "indices take %d + 12 x %llu + 8 x %llu bytes%s",
+                        where, n, fits ? "not what" : "fewer than", (unsigned long long)sequences,
+                        (unsigned long long)starts, (int)FT__IO_MEGATRON_HEADER,
+                        (unsigned long long)sequences, (unsigned long long)starts,
+                        fits ? ", and one more for each sequence where there are modes" : "");
+    index->sequences = (int64_t)sequences;
+    index->documents = (int64_t)starts - 1;
+    index->pointers = bytes + FT__IO_MEGATRON_HEADER + 4 * sequences;
+    index->first_sequence = index->pointers + 8 * sequences;
+    *modes = behind != 0 ? index->first_sequence + 8 * starts : NULL;
+    return FT_OK;
+}
+
+static ft_status ft__io_megatron_sequences(const char *where, const unsigned char *lengths,
+                                           const unsigned char *modes, ft_io_megatron *index)
+{
+    const int64_t most = INT64_MAX / index->token_bytes;
+    int64_t tokens = 0;
+    for (int64_t i = 0; i < index->sequences; i++) {
+        const int64_t pointer = ft__io_load_i64(index->pointers + 8 * i);
+        int32_t length;
+        memcpy(&length, lengths + 4 * i, sizeof length);
+        if (length < 0)
+            return ft_error(FT_ERR_DATA, "%s: sequence %lld has %d tokens", where, (long long)i,
+                            length);
+        if (pointer != tokens * index->token_bytes)
+            return ft_error(FT_ERR_DATA,
+                            "%s: sequence %lld begins at byte %lld, the ones before it end at "
+                            "byte %lld; sequences must lie one behind the other",
+                            where, (long long)i, (long long)pointer,
+                            (long long)(tokens * index->token_bytes));
+        if (modes != NULL && modes[i] != 0)
+            return ft_error(FT_ERR_UNSUPPORTED,
+                            "%s: sequence %lld has mode %d: multimodal data is not supported",
+                            where, (long long)i, (int)(signed char)modes[i]);
+        if (length > most - tokens)
+            return ft_error(FT_ERR_DATA, "%s: sequence %lld ends beyond 2^63 bytes", where,
+                            (long long)i);
+        tokens += length;
+    }
+    index->tokens = tokens;
+    return FT_OK;
+}
+
+static ft_status ft__io_megatron_documents(const char *where, const ft_io_megatron *index)
+{
+    int64_t least = 0;
+    for (int64_t i = 0; i <= index->documents; i++) {
+        const int64_t at = ft__io_load_i64(index->first_sequence + 8 * i);
+        if (i == 0 && at != 0)
+            return ft_error(FT_ERR_DATA,
+                            "%s: document 0 begins with sequence %lld; it must be sequence 0",
+                            where, (long long)at);
+        if (at < least || at > index->sequences)
+            return ft_error(FT_ERR_DATA,
+                            "%s: document index %lld is sequence %lld; it must be in %lld..%lld",
+                            where, (long long)i, (long long)at, (long long)least,
+                            (long long)index->sequences);
+        least = at;
+    }
+    if (least == index->sequences) return FT_OK;
+    return ft_error(FT_ERR_DATA,
+                    "%s: the last document ends with sequence %lld of %lld: the rest belongs to no "
+                    "document",
+                    where, (long long)least, (long long)index->sequences);
+}
+
+FT_API ft_status ft_io_megatron_parse(const void *bytes, size_t n, const char *where,
+                                      int64_t bin_bytes, ft_io_megatron *index)
+{
+    const unsigned char *from = (const unsigned char *)bytes, *modes = NULL;
+    if ((bytes == NULL && n != 0) || where == NULL || index == NULL)
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_megatron_parse: bytes, where and index must not be NULL");
+    memset(index, 0, sizeof *index);
+    FT_TRY(ft__io_megatron_header(from, n, where, index));
+    FT_TRY(ft__io_megatron_sizes(from, n, where, index, &modes));
+    FT_TRY(ft__io_megatron_sequences(where, from + FT__IO_MEGATRON_HEADER, modes, index));
+    FT_TRY(ft__io_megatron_documents(where, index));
+    if (index->tokens == 0) return ft_error(FT_ERR_DATA, "%s: it has no tokens", where);
+    if (bin_bytes < 0 || bin_bytes == index->tokens * index->token_bytes) return FT_OK;
+    return ft_error(FT_ERR_DATA,
+                    "%s: its %lld %s tokens take %lld bytes, but the .bin beside it has %lld: %s",
+                    where, (long long)index->tokens, index->dtype,
+                    (long long)(index->tokens * index->token_bytes), (long long)bin_bytes,
+                    bin_bytes < index->tokens * index->token_bytes ? "truncated" : "too many");
+}
+
+/* Token of the .bin with which document i begins; i = documents: where the last one ends. */
+static int64_t ft__io_megatron_start(const ft_io_megatron *index, int64_t i)
+{
+    const int64_t at = ft__io_load_i64(index->first_sequence + 8 * i);
+    if (at == index->sequences) return index->tokens;
+    return ft__io_load_i64(index->pointers + 8 * at) / index->token_bytes;
+}
+
+/* -------------------------------------------------------------------------------- >>jsonl.impl */
+
+typedef struct ft__io_value { /* "prompt" or "answer" of a line */
+    int kind;             /* 0: not seen, 1: a string, 2: ids */
+    const char *string;   /* decoded, in the line's copy */
+    size_t begin;         /* of ids: behind '[' */
+    int64_t n;
+} ft__io_value;
+
+/* From behind '[': counts ids, and writes those that fit into tokens. */
+static ft_status ft__io_jsonl_ids(ft__io_header *h, int64_t capacity, int32_t *tokens, int64_t *n)
+{
+    int more;
+    for (*n = 0;; ++*n) {
+        int64_t id;
+        FT_TRY(ft__io_next(h, ']', *n == 0, &more));
+        if (!more) return FT_OK;
+        FT_TRY(ft__io_parse_integer(h, "a token id", &id));
+        if (id > INT32_MAX)
+            return ft__io_header_error(h, FT_ERR_DATA, "token id %lld is above 2^31 - 1",
+                                       (long long)id);
+        if (*n < capacity) tokens[*n] = (int32_t)id;
+    }
+}
+
+static ft_status ft__io_jsonl_value(ft__io_header *h, ft__io_value *value)
+{
+    char *string;
+    size_t n;
+    if (ft__io_peek(h) == '[') {
+        value->kind = 2;
+        value->begin = ++h->at;
+        return ft__io_jsonl_ids(h, 0, NULL, &value->n);
+    }
+    value->kind = 1;
+    FT_TRY(ft__io_parse_text(h, &string, &n, "a string or an array of token ids"));
+    value->string = string;
+    value->n = (int64_t)n;
+    return FT_OK;
+}
+
+/* The line, n bytes at h->text, which is written over: values[0] is the prompt. */
+static ft_status ft__io_jsonl_object(ft__io_header *h, ft__io_value values[2])
+{
+    static const char *const keys[2] = {"prompt", "answer"};
+    int more;
+    memset(values, 0, 2 * sizeof *values);
+    if (ft__io_peek(h) < 0)
+        return ft__io_header_error(h, FT_ERR_DATA,
+                                   "it is empty: each line is an object, {\"prompt\": ..., "
+                                   "\"answer\": ...}");
+    FT_TRY(ft__io_expect(h, '{', "'{' of an example"));
+    for (int first = 1;; first = 0) {
+        char *key;
+        FT_TRY(ft__io_next(h, '}', first, &more));
+        if (!more) break;
+        FT_TRY(ft__io_parse_string(h, &key, "a key"));
+        const int k = strcmp(key, keys[0]) == 0 ? 0 : strcmp(key, keys[1]) == 0 ? 1 : -1;
+        if (k < 0)
+            return ft__io_header_error(h, FT_ERR_DATA,
+                                       "key \"%s\": an example has \"prompt\" and \"answer\"",
+                                       ft__io_show(key).text);
+        if (values[k].kind != 0)
+            return ft__io_header_error(h, FT_ERR_DATA, "\"%s\" is there twice", keys[k]);
+        FT_TRY(ft__io_expect(h, ':', "':' behind a key"));
+        FT_TRY(ft__io_jsonl_value(h, &values[k]));
+    }
+    if (ft__io_peek(h) >= 0) return ft__io_unexpected(h, "nothing behind the object");
+    for (int k = 0; k < 2; k++)
+        if (values[k].kind == 0)
+            return ft__io_header_error(h, FT_ERR_DATA, "\"%s\" is missing", keys[k]);
+    if (values[0].kind != values[1].kind)
+        return ft__io_header_error(h, FT_ERR_DATA,
+                                   "\"prompt\" and \"answer\" are a string and an array: both must "
+                                   "be of one kind");
+    return FT_OK;
+}
+
+/* text[n] is a copy, and is written over. */
+static ft_status ft__io_jsonl_line(char *text, size_t n, const char *where, int64_t line,
+                                   int64_t capacity, int32_t *tokens, int64_t *prompt_tokens,
+                                   int64_t *n_tokens, int *is_bytes)
+{
+    ft__io_header h;
+    ft__io_value values[2];
+    memset(&h, 0, sizeof h);
+    h.path = where;
+    h.text = text;
+    h.n = n;
+    h.line = line;
+    FT_TRY(ft__io_jsonl_object(&h, values));
+    *prompt_tokens = values[0].n;
+    *n_tokens = values[0].n + values[1].n;
+    *is_bytes = values[0].kind == 1;
+    for (int k = 0; k < 2; k++) {
+        int64_t wanted = values[k].n;
+        if (wanted > capacity) wanted = capacity;
+        if (values[k].kind == 2) {
+            int64_t seen;
+            h.at = values[k].begin;
+            FT_TRY(ft__io_jsonl_ids(&h, wanted, tokens, &seen));
+        }
+        for (int64_t i = 0; values[k].kind == 1 && i < wanted; i++)
+            tokens[i] = (unsigned char)values[k].string[i];
+        if (wanted > 0) tokens += wanted;
+        capacity -= wanted;
+    }
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_jsonl_parse(const char *text, size_t n, const char *where, int64_t line,
+                                   int64_t capacity, int32_t *tokens, int64_t *prompt_tokens,
+                                   int64_t *n_tokens, int *is_bytes)
+{
+    if ((text == NULL && n != 0) || where == NULL || line < 1 || capacity < 0 || n == SIZE_MAX ||
+        prompt_tokens == NULL || n_tokens == NULL || is_bytes == NULL)
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_jsonl_parse: a pointer is NULL, or line %lld or capacity %lld is no "
+                        "count",
+                        (long long)line, (long long)capacity);
+    char *copy = (char *)FT_MALLOC(n + 1);
+    if (copy == NULL) return ft__io_oom(where, n + 1);
+    if (n > 0) memcpy(copy, text, n);
+    const ft_status status =
+        ft__io_jsonl_line(copy, n, where, line, tokens == NULL ? 0 : capacity, tokens,
+                          prompt_tokens, n_tokens, is_bytes);
+    FT_FREE(copy);
+    return status;
+}
+
+/* --------------------------------------------------------------------------------- >>data.impl */
+
 typedef struct ft__io_part { /* one file's stretch of the stream */
-    ft__io_map map;
-    char *path;
-    const void *data;        /* its tokens in the mapping, aligned: the header is 1024 bytes */
-    int64_t first, tokens;   /* it holds tokens first..first+tokens-1 */
+    ft__io_map map, index_map;
+    char *path, *index_path; /* index_*: of Megatron's data */
+    ft_io_megatron index;
+    int kind;
+    const void *data;        /* its tokens in the mapping, aligned: a header is 1024 bytes */
+    int64_t first, tokens;   /* it holds tokens first..first+tokens-1; of examples: bytes */
 } ft__io_part;
+
+typedef struct ft__io_example {
+    int64_t offset;          /* of its line in its file */
+    int32_t part, row;
+    int32_t n, prompt;       /* tokens, with an eod_token; of them in the prompt */
+} ft__io_example;
 
 struct ft_io_data {
     ft__io_part *parts;
     int n_parts;
-    ft_io_token token;
+    ft_io_format format;
+    int64_t eod;             /* -1: none */
+    int64_t length;          /* of the stream; of examples: bytes */
     int64_t tokens;
     int64_t vocab;           /* of the format */
     int64_t limit;           /* tokens >= limit are refused: 1..vocab */
+    /* Of examples. */
+    ft__io_example *examples; /* in the order of the files */
+    int64_t n_examples;
+    int64_t seq_len, rows;
+    int32_t *order;          /* [n_examples]: by row */
+    int32_t *row_first;      /* [rows + 1]: where a row begins in it */
+    int32_t *row_counted;    /* [rows]: labels that count */
+    size_t longest;          /* line, in bytes */
+    int is_text;             /* strings; 0: ids */
 };
 
-static ft_status ft__io_part_open(const char *path, ft_io_token token, int64_t first,
-                                  ft__io_part *part)
+FT_API ft_io_data_config ft_io_data_config_default(void)
 {
-    const size_t width = ft__io_tokens[token].bytes;
+    ft_io_data_config config;
+    memset(&config, 0, sizeof config);
+    config.eod_token = -1;
+    return config;
+}
+
+static ft_status ft__io_part_plain(ft__io_part *part, int kind)
+{
+    const char *path = part->path;
+    const size_t width = ft__io_kinds[kind].bytes;
     size_t header = 0;
-    if (path == NULL) return ft_error(FT_ERR_ARG, "ft_io_data_open: a path is NULL");
-    part->path = ft__io_copy(path);
-    if (part->path == NULL) return ft__io_oom(path, strlen(path) + 1);
     FT_TRY(ft__io_map_open(path, &part->map));
     const size_t bytes = part->map.bytes;
     if (bytes == 0) return ft_error(FT_ERR_DATA, "%s: the data file is empty", path);
@@ -2477,31 +2981,383 @@ static ft_status ft__io_part_open(const char *path, ft_io_token token, int64_t f
         uint32_t magic = 0;
         if (bytes >= sizeof magic) memcpy(&magic, part->map.base, sizeof magic);
         if (magic != ft__io_shards[i].magic) continue;
-        FT_TRY(ft__io_shard_check(path, &part->map, &ft__io_shards[i], token));
+        FT_TRY(ft__io_shard_check(path, &part->map, &ft__io_shards[i], kind));
         header = FT__IO_SHARD_HEADER;
     }
     if ((bytes - header) % width != 0)
         return ft_error(FT_ERR_DATA,
                         "%s: %zu bytes are no whole number of %s tokens of %zu bytes: truncated, "
                         "or not a file of such tokens",
-                        path, bytes, ft_io_token_name(token), width);
+                        path, bytes, ft__io_kinds[kind].name, width);
+    part->kind = kind;
     part->data = (const char *)part->map.base + header;
-    part->first = first;
     part->tokens = (int64_t)((bytes - header) / width);
-    if (part->tokens > INT64_MAX - first)
-        return ft_error(FT_ERR_DATA, "%s: the stream would exceed 2^63 tokens", path);
     return FT_OK;
 }
 
-FT_API ft_status ft_io_data_open(const char *const *paths, int n_paths, ft_io_token token,
-                                 ft_io_data **out)
+static int ft__io_ends_in(const char *path, const char *end)
 {
-    if (paths == NULL || n_paths < 1 || out == NULL)
+    const size_t n = strlen(path), e = strlen(end);
+    return n > e && strcmp(path + n - e, end) == 0;
+}
+
+/* PREFIX.bin or PREFIX.idx of PREFIX, PREFIX.bin or PREFIX.idx. */
+static char *ft__io_beside(const char *path, const char *end)
+{
+    const size_t n = strlen(path);
+    const int ends = ft__io_ends_in(path, ".bin") || ft__io_ends_in(path, ".idx");
+    const size_t prefix = ends ? n - 4 : n;
+    char *beside = (char *)FT_MALLOC(prefix + 5);
+    if (beside == NULL) return NULL;
+    memcpy(beside, path, prefix);
+    memcpy(beside + prefix, end, 5);
+    return beside;
+}
+
+static ft_status ft__io_part_megatron(ft__io_part *part)
+{
+    static const int kinds[9] = {0, FT_IO_TOKEN_BYTE, FT__IO_I8, FT__IO_I16, FT__IO_I32,
+                                 FT__IO_I64, 0, 0, FT_IO_TOKEN_U16};
+    char *bin = ft__io_beside(part->path, ".bin");
+    part->index_path = ft__io_beside(part->path, ".idx");
+    if (bin == NULL || part->index_path == NULL) {
+        FT_FREE(bin);
+        return ft__io_oom(part->path, strlen(part->path) + 5);
+    }
+    FT_FREE(part->path);
+    part->path = bin;
+    FT_TRY(ft__io_map_open(part->index_path, &part->index_map));
+    FT_TRY(ft__io_map_open(part->path, &part->map));
+    FT_TRY(ft_io_megatron_parse(part->index_map.base, part->index_map.bytes, part->index_path,
+                                (int64_t)part->map.bytes, &part->index));
+    part->kind = kinds[((const unsigned char *)part->index_map.base)[17]];
+    part->data = part->map.base;
+    part->tokens = part->index.tokens;
+    return FT_OK;
+}
+
+static ft_status ft__io_part_open(ft_io_data *data, const char *path, ft__io_part *part)
+{
+    if (path == NULL) return ft_error(FT_ERR_ARG, "ft_io_data_open: a path is NULL");
+    part->path = ft__io_copy(path);
+    if (part->path == NULL) return ft__io_oom(path, strlen(path) + 1);
+    part->first = data->length;
+    if (data->format == FT_IO_FORMAT_MEGATRON) {
+        FT_TRY(ft__io_part_megatron(part));
+    } else if (data->format == FT_IO_FORMAT_JSONL) {
+        FT_TRY(ft__io_map_open(path, &part->map));
+        part->data = part->map.base;
+        part->tokens = (int64_t)part->map.bytes;
+        if (part->tokens == 0) return ft_error(FT_ERR_DATA, "%s: the data file is empty", path);
+    } else {
+        FT_TRY(ft__io_part_plain(part, (int)data->format - (int)FT_IO_FORMAT_BYTES));
+    }
+    if (part->tokens > INT64_MAX - data->length)
+        return ft_error(FT_ERR_DATA, "%s: the stream would exceed 2^63 tokens", path);
+    data->length += part->tokens;
+    return FT_OK;
+}
+
+/* ---- examples ---- */
+
+/* The bytes of the line at `offset` of a part, without its end. */
+static size_t ft__io_line_bytes(const ft__io_part *part, int64_t offset)
+{
+    const char *from = (const char *)part->map.base + offset;
+    const size_t left = part->map.bytes - (size_t)offset;
+    const char *end = (const char *)memchr(from, '\n', left);
+    return end == NULL ? left : (size_t)(end - from);
+}
+
+/* Lines up to and with the one at `offset`: for messages alone. */
+static int64_t ft__io_line_number(const ft__io_part *part, int64_t offset)
+{
+    const char *base = (const char *)part->map.base;
+    int64_t line = 1;
+    for (int64_t i = 0; i < offset; i++) line += base[i] == '\n';
+    return line;
+}
+
+/* Checks one line, and that it can be learned from. */
+static ft_status ft__io_example_check(ft_io_data *data, const char *path, int64_t line, char *copy,
+                                      size_t n, ft__io_example *e)
+{
+    int64_t prompt, tokens;
+    int is_text;
+    FT_TRY(ft__io_jsonl_line(copy, n, path, line, 0, NULL, &prompt, &tokens, &is_text));
+    if (data->n_examples == 0) data->is_text = is_text;
+    if (is_text != data->is_text)
+        return ft_error(FT_ERR_DATA,
+                        "%s: line %lld has %s, the first line of the data has %s: all examples "
+                        "must be of one kind",
+                        path, (long long)line, is_text ? "strings" : "token ids",
+                        is_text ? "token ids" : "strings");
+    tokens += data->eod >= 0;
+    if (tokens - 1 > data->seq_len)
+        return ft_error(FT_ERR_DATA,
+                        "%s: line %lld: an example of %lld tokens is longer than a row: sequence "
+                        "length %lld + 1; shorten it or take longer sequences",
+                        path, (long long)line, (long long)tokens, (long long)data->seq_len);
+    if (tokens - (prompt > 0 ? prompt : 1) < 1)
+        return ft_error(FT_ERR_DATA,
+                        "%s: line %lld: nothing to learn: prompt and answer have %lld + %lld "
+                        "tokens; the answer, or an eod token behind it, must follow a token",
+                        path, (long long)line, (long long)prompt, (long long)(tokens - prompt));
+    e->n = (int32_t)tokens;
+    e->prompt = (int32_t)prompt;
+    data->tokens += tokens;
+    return FT_OK;
+}
+
+static ft_status ft__io_examples_of(ft_io_data *data, int p, size_t *capacity, char **copy,
+                                    size_t *copy_bytes)
+{
+    const ft__io_part *part = &data->parts[p];
+    int64_t line = 1;
+    for (int64_t at = 0; at < part->tokens; line++) {
+        const size_t n = ft__io_line_bytes(part, at);
+        if (n + 1 > *copy_bytes) {
+            char *more = (char *)FT_MALLOC(2 * n + 256);
+            if (more == NULL) return ft__io_oom(part->path, 2 * n + 256);
+            FT_FREE(*copy);
+            *copy = more;
+            *copy_bytes = 2 * n + 256;
+        }
+        ft__io_example *grown = (ft__io_example *)ft__io_grow(
+            data->examples, (size_t)data->n_examples, capacity, sizeof *grown);
+        if (grown == NULL) return ft__io_oom(part->path, *capacity * 2 * sizeof *grown);
+        data->examples = grown;
+        if (data->n_examples == INT32_MAX)
+            return ft_error(FT_ERR_UNSUPPORTED, "%s: line %lld: more than 2^31 - 1 examples",
+                            part->path, (long long)line);
+        ft__io_example *e = &grown[data->n_examples];
+        memset(e, 0, sizeof *e);
+        e->offset = at;
+        e->part = p;
+        memcpy(*copy, (const char *)part->map.base + at, n);
+        FT_TRY(ft__io_example_check(data, part->path, line, *copy, n, e));
+        data->n_examples++;
+        if (n > data->longest) data->longest = n;
+        at += (int64_t)n + 1;
+    }
+    return FT_OK;
+}
+
+typedef struct ft__io_rooms { /* rows by the room that they have left */
+    int32_t *head;            /* [T + 1]: the newest row with that room, -1: none */
+    int32_t *below;           /* [rows]: the next one with the same room */
+    uint64_t *some;           /* [T / 64 + 1]: bit r: head[r] is a row */
+    int64_t words;
+} ft__io_rooms;
+
+/* The least room >= least that a row has; -1: none. */
+static int64_t ft__io_room(const ft__io_rooms *rooms, int64_t least)
+{
+    for (int64_t w = least / 64; w < rooms->words; w++) {
+        uint64_t bits = rooms->some[w];
+        if (w == least / 64) bits &= ~(uint64_t)0 << least % 64;
+        if (bits == 0) continue;
+        int64_t room = 64 * w;
+        while (!(bits & 1u)) {
+            bits >>= 1;
+            room++;
+        }
+        return room;
+    }
+    return -1;
+}
+
+static void ft__io_room_put(ft__io_rooms *rooms, int64_t room, int32_t row)
+{
+    rooms->below[row] = rooms->head[room];
+    rooms->head[room] = row;
+    rooms->some[room / 64] |= (uint64_t)1 << room % 64;
+}
+
+static int32_t ft__io_room_take(ft__io_rooms *rooms, int64_t room)
+{
+    const int32_t row = rooms->head[room];
+    rooms->head[room] = rooms->below[row];
+    if (rooms->head[room] < 0) rooms->some[room / 64] &= ~((uint64_t)1 << room % 64);
+    return row;
+}
+
+/* Best fit, in the order of the files. */
+static void ft__io_pack_rows(ft_io_data *data, ft__io_rooms *rooms)
+{
+    for (int64_t room = 0; room <= data->seq_len; room++) rooms->head[room] = -1;
+    for (int64_t i = 0; i < data->n_examples; i++) {
+        ft__io_example *e = &data->examples[i];
+        int64_t room = ft__io_room(rooms, e->n - 1);
+        e->row = room < 0 ? (int32_t)data->rows++ : ft__io_room_take(rooms, room);
+        if (room < 0) room = data->seq_len;
+        ft__io_room_put(rooms, room - (e->n - 1), e->row);
+    }
+}
+
+/* Examples by row, in the order of the files within each. */
+static void ft__io_sort_rows(ft_io_data *data)
+{
+    int32_t *first = data->row_first;
+    for (int64_t i = 0; i < data->n_examples; i++) {
+        const ft__io_example *e = &data->examples[i];
+        first[e->row + 1]++;
+        data->row_counted[e->row] += e->n - (e->prompt > 0 ? e->prompt : 1);
+    }
+    for (int64_t r = 0; r < data->rows; r++) first[r + 1] += first[r];
+    for (int64_t i = data->n_examples - 1; i >= 0; i--) /* from behind: first[row + 1] is its end */
+        data->order[--first[data->examples[i].row + 1]] = (int32_t)i;
+    /* Now first[r + 1] is where row r begins. */
+    for (int64_t r = 0; r < data->rows; r++) first[r] = first[r + 1];
+    first[data->rows] = (int32_t)data->n_examples;
+}
+
+static ft_status ft__io_pack(ft_io_data *data)
+{
+    const size_t n = (size_t)data->n_examples, T = (size_t)data->seq_len;
+    const size_t room_bytes = (T + 1 + n) * sizeof(int32_t), bit_bytes = (T / 64 + 1) * 8;
+    ft__io_rooms rooms;
+    rooms.words = (int64_t)T / 64 + 1;
+    rooms.some = (uint64_t *)FT_MALLOC(bit_bytes);
+    rooms.head = (int32_t *)FT_MALLOC(room_bytes);
+    data->order = (int32_t *)FT_MALLOC(n * sizeof(int32_t));
+    ft_status status = FT_OK;
+    if (rooms.some == NULL || rooms.head == NULL || data->order == NULL) {
+        status = ft__io_oom(data->parts[0].path, room_bytes);
+    } else {
+        memset(rooms.some, 0, bit_bytes);
+        rooms.below = rooms.head + T + 1;
+        ft__io_pack_rows(data, &rooms);
+        const size_t row_bytes = ((size_t)data->rows + 1) * sizeof(int32_t);
+        data->row_first = (int32_t *)FT_MALLOC(row_bytes);
+        data->row_counted = (int32_t *)FT_MALLOC(row_bytes);
+        if (data->row_first == NULL || data->row_counted == NULL) {
+            status = ft__io_oom(data->parts[0].path, row_bytes);
+        } else {
+            memset(data->row_first, 0, row_bytes);
+            memset(data->row_counted, 0, row_bytes);
+            ft__io_sort_rows(data);
+        }
+    }
+    FT_FREE(rooms.some);
+    FT_FREE(rooms.head);
+    return status;
+}
+
+static ft_status ft__io_open_examples(ft_io_data *data)
+{
+    size_t capacity = 0, copy_bytes = 0;
+    char *copy = NULL;
+    ft_status status = FT_OK;
+    for (int p = 0; status == FT_OK && p < data->n_parts; p++)
+        status = ft__io_examples_of(data, p, &capacity, &copy, &copy_bytes);
+    FT_FREE(copy);
+    FT_TRY(status);
+    data->vocab = data->is_text ? 256 : (int64_t)INT32_MAX + 1;
+    if (data->eod >= data->vocab) data->vocab = data->eod + 1;
+    return ft__io_pack(data);
+}
+
+/* ---- opening ---- */
+
+static int ft__io_is_file(const char *path)
+{
+    struct stat info;
+    return stat(path, &info) == 0 && S_ISREG(info.st_mode);
+}
+
+/* What FT_IO_FORMAT_AUTO means for a path. */
+static ft_status ft__io_guess(const char *path, ft_io_format *format)
+{
+    uint32_t magic = 0;
+    if (path == NULL) return ft_error(FT_ERR_ARG, "ft_io_data_open: a path is NULL");
+    char *index = ft__io_beside(path, ".idx");
+    if (index == NULL) return ft__io_oom(path, strlen(path) + 5);
+    const int has_index = ft__io_is_file(index);
+    FT_FREE(index);
+    *format = FT_IO_FORMAT_BYTES;
+    if (ft__io_ends_in(path, ".jsonl")) *format = FT_IO_FORMAT_JSONL;
+    else if (ft__io_ends_in(path, ".idx") ||
+             (has_index && (ft__io_ends_in(path, ".bin") || !ft__io_is_file(path))))
+        *format = FT_IO_FORMAT_MEGATRON;
+    if (*format != FT_IO_FORMAT_BYTES) return FT_OK;
+    ft__io_map map;
+    FT_TRY(ft__io_map_open(path, &map));
+    if (map.bytes >= sizeof magic) memcpy(&magic, map.base, sizeof magic);
+    ft__io_map_close(&map);
+    for (int i = 0; i < 2; i++)
+        if (magic == ft__io_shards[i].magic)
+            *format = (ft_io_format)(FT_IO_FORMAT_BYTES + (int)ft__io_shards[i].token);
+    return FT_OK;
+}
+
+static ft_status ft__io_guess_all(const char *const *paths, int n, ft_io_format *format)
+{
+    FT_TRY(ft__io_guess(paths[0], format));
+    for (int i = 1; i < n; i++) {
+        ft_io_format next;
+        FT_TRY(ft__io_guess(paths[i], &next));
+        if (next != *format)
+            return ft_error(FT_ERR_DATA,
+                            "%s looks like %s, but %s, before it, like %s: the files of a stream "
+                            "are of one format; name it if this is not so",
+                            paths[i], ft_io_format_name(next), paths[0],
+                            ft_io_format_name(*format));
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_check_config(const ft_io_data_config *config, ft_io_format format)
+{
+    if (config->eod_token < -1 || config->eod_token > INT32_MAX)
+        return ft_error(FT_ERR_ARG, "ft_io_data_open: eod_token %lld; it must be a token, or -1",
+                        (long long)config->eod_token);
+    if (config->eod_token >= 0 && format == FT_IO_FORMAT_MEGATRON)
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_data_open: eod_token %lld: the index of Megatron's data says where "
+                        "documents end; leave the token out",
+                        (long long)config->eod_token);
+    if (format >= FT_IO_FORMAT_BYTES && format <= FT_IO_FORMAT_U32) {
+        const ft__io_kind *kind = &ft__io_kinds[(int)format - (int)FT_IO_FORMAT_BYTES];
+        if (config->eod_token >= kind->vocab)
+            return ft_error(FT_ERR_ARG,
+                            "ft_io_data_open: eod_token %lld is no token of %s, which end at %lld",
+                            (long long)config->eod_token, kind->name, (long long)kind->vocab - 1);
+    }
+    if (format == FT_IO_FORMAT_JSONL && (config->seq_len < 1 || config->seq_len >= INT32_MAX))
+        return ft_error(FT_ERR_ARG,
+                        "ft_io_data_open: seq_len %lld: examples are packed into rows of a "
+                        "sequence length that must be given",
+                        (long long)config->seq_len);
+    return FT_OK;
+}
+
+static ft_status ft__io_open_parts(ft_io_data *data, const char *const *paths, int n_paths)
+{
+    while (data->n_parts < n_paths) {
+        ft__io_part *part = &data->parts[data->n_parts];
+        FT_TRY(ft__io_part_open(data, paths[data->n_parts++], part));
+        const int64_t vocab = ft__io_kinds[part->kind].vocab;
+        if (vocab > data->vocab) data->vocab = vocab;
+    }
+    if (data->format == FT_IO_FORMAT_JSONL) FT_TRY(ft__io_open_examples(data));
+    else data->tokens = data->length;
+    data->limit = data->vocab;
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_data_open_files(const char *const *paths, int n_paths,
+                                       const ft_io_data_config *config, ft_io_data **out)
+{
+    if (paths == NULL || n_paths < 1 || config == NULL || out == NULL)
         return ft_error(FT_ERR_ARG, "ft_io_data_open: %d paths; at least one is needed", n_paths);
     *out = NULL;
-    if (!ft__io_token_valid(token))
+    ft_io_format format = config->format;
+    if ((int)format < 0 || format >= FT_IO_FORMAT_COUNT)
         return ft_error(FT_ERR_UNSUPPORTED,
-                        "ft_io_data_open: token format %d is none of ft_io_token", (int)token);
+                        "ft_io_data_open: format %d is none of ft_io_format", (int)format);
+    if (format == FT_IO_FORMAT_AUTO) FT_TRY(ft__io_guess_all(paths, n_paths, &format));
+    FT_TRY(ft__io_check_config(config, format));
     const size_t bytes = (size_t)n_paths * sizeof(ft__io_part);
     ft_io_data *data = (ft_io_data *)FT_MALLOC(sizeof *data);
     ft__io_part *parts = (ft__io_part *)FT_MALLOC(bytes);
@@ -2513,19 +3369,25 @@ FT_API ft_status ft_io_data_open(const char *const *paths, int n_paths, ft_io_to
     memset(data, 0, sizeof *data);
     memset(parts, 0, bytes);
     data->parts = parts;
-    data->token = token;
-    data->vocab = ft__io_tokens[token].largest + 1;
-    if (data->vocab > (int64_t)INT32_MAX + 1) data->vocab = (int64_t)INT32_MAX + 1;
-    data->limit = data->vocab;
-    ft_status status = FT_OK;
-    while (status == FT_OK && data->n_parts < n_paths) {
-        ft__io_part *part = &parts[data->n_parts];
-        status = ft__io_part_open(paths[data->n_parts++], token, data->tokens, part);
-        if (status == FT_OK) data->tokens += part->tokens;
-    }
+    data->format = format;
+    data->eod = config->eod_token;
+    data->seq_len = format == FT_IO_FORMAT_JSONL ? config->seq_len : 0;
+    const ft_status status = ft__io_open_parts(data, paths, n_paths);
     if (status == FT_OK) *out = data;
     else ft_io_data_close(data);
     return status;
+}
+
+FT_API ft_status ft_io_data_open(const char *const *paths, int n_paths, ft_io_token token,
+                                 ft_io_data **out)
+{
+    ft_io_data_config config = ft_io_data_config_default();
+    if (out != NULL) *out = NULL;
+    if (!ft__io_token_valid(token))
+        return ft_error(FT_ERR_UNSUPPORTED,
+                        "ft_io_data_open: token format %d is none of ft_io_token", (int)token);
+    config.format = (ft_io_format)(FT_IO_FORMAT_BYTES + (int)token);
+    return ft_io_data_open_files(paths, n_paths, &config, out);
 }
 
 FT_API void ft_io_data_close(ft_io_data *data)
@@ -2533,8 +3395,14 @@ FT_API void ft_io_data_close(ft_io_data *data)
     if (data == NULL) return;
     for (int i = 0; i < data->n_parts; i++) {
         ft__io_map_close(&data->parts[i].map);
+        ft__io_map_close(&data->parts[i].index_map);
         FT_FREE(data->parts[i].path);
+        FT_FREE(data->parts[i].index_path);
     }
+    FT_FREE(data->examples);
+    FT_FREE(data->order);
+    FT_FREE(data->row_first);
+    FT_FREE(data->row_counted);
     FT_FREE(data->parts);
     FT_FREE(data);
 }
@@ -2549,7 +3417,31 @@ FT_API int64_t ft_io_data_vocab(const ft_io_data *data)
     return data == NULL ? 0 : data->vocab;
 }
 
-/* The part that holds a position of the stream, 0 <= position < tokens. */
+FT_API ft_io_format ft_io_data_format(const ft_io_data *data)
+{
+    return data == NULL ? FT_IO_FORMAT_AUTO : data->format;
+}
+
+FT_API int ft_io_data_has_documents(const ft_io_data *data)
+{
+    return data != NULL && (data->eod >= 0 || data->format == FT_IO_FORMAT_MEGATRON ||
+                            data->format == FT_IO_FORMAT_JSONL);
+}
+
+FT_API int64_t ft_io_data_examples(const ft_io_data *data)
+{
+    return data == NULL ? 0 : data->n_examples;
+}
+
+FT_API const char *ft_io_data_file(const ft_io_data *data, int index)
+{
+    const int each = data != NULL && data->format == FT_IO_FORMAT_MEGATRON ? 2 : 1;
+    if (data == NULL || index < 0 || index / each >= data->n_parts) return NULL;
+    const ft__io_part *part = &data->parts[index / each];
+    return index % each ? part->index_path : part->path;
+}
+
+/* The part that holds a position of the stream, 0 <= position < length. */
 static const ft__io_part *ft__io_part_at(const ft_io_data *data, int64_t position)
 {
     int low = 0, high = data->n_parts - 1;
@@ -2561,35 +3453,27 @@ static const ft__io_part *ft__io_part_at(const ft_io_data *data, int64_t positio
     return &data->parts[low];
 }
 
-/* The first of stored tokens from..to-1 that is >= limit; `to` if there is none. */
-static int64_t ft__io_first_outside(ft_io_token token, const void *data, int64_t from, int64_t to,
-                                    uint32_t limit)
-{
-    const uint8_t *bytes = (const uint8_t *)data;
-    const uint16_t *halves = (const uint16_t *)data;
-    const uint32_t *words = (const uint32_t *)data;
-    int64_t i = from;
-    switch (token) {
-    case FT_IO_TOKEN_BYTE: while (i < to && bytes[i] < limit) i++; break;
-    case FT_IO_TOKEN_U16: while (i < to && halves[i] < limit) i++; break;
-    case FT_IO_TOKEN_U32: while (i < to && words[i] < limit) i++; break;
-    case FT_IO_TOKEN_COUNT: break;
-    }
-    return i;
-}
+/* ---- vocabulary ---- */
 
 /* limit is the vocabulary, or less where the format or int32 ends before it. */
 static ft_status ft__io_check_tokens(const ft_io_data *data, const ft__io_part *part, int64_t from,
                                      int64_t to, int64_t limit)
 {
-    uint32_t value = 0;
-    if (limit > ft__io_tokens[data->token].largest) return FT_OK;
-    const int64_t at = ft__io_first_outside(data->token, part->data, from, to, (uint32_t)limit);
+    const ft__io_kind *kind = &ft__io_kinds[part->kind];
+    if (limit > kind->vocab) limit = kind->vocab;
+    if (kind->bytes < 4 && !kind->is_signed && limit == kind->vocab) return FT_OK;
+    const int64_t at = ft__io_first_outside(part->kind, part->data, from, to, (uint64_t)limit);
     if (at == to) return FT_OK;
-    /* Little-endian: the low bytes come first. */
-    const size_t width = ft__io_tokens[data->token].bytes;
-    memcpy(&value, (const char *)part->data + (size_t)at * width, width);
-    if (data->token == FT_IO_TOKEN_U32)
+    uint64_t bits = ft__io_load((const unsigned char *)part->data + (size_t)at * kind->bytes,
+                                kind->bytes);
+    const uint64_t top = (uint64_t)1 << (8 * kind->bytes - 1);
+    int64_t value;
+    if (kind->is_signed) bits = (bits ^ top) - top;
+    memcpy(&value, &bits, sizeof value);
+    if (value < 0)
+        return ft_error(FT_ERR_DATA, "%s: token %lld at position %lld is negative", part->path,
+                        (long long)value, (long long)at);
+    if (part->kind == (int)FT_IO_TOKEN_U32)
         return ft_error(FT_ERR_DATA,
                         "%s: token %lld at position %lld is outside the vocabulary of %lld; check "
                         "that the file holds uint32, not uint16",
@@ -2599,6 +3483,59 @@ static ft_status ft__io_check_tokens(const ft_io_data *data, const ft__io_part *
                     "vocabulary of %lld takes any token of this format",
                     part->path, (long long)value, (long long)at, (long long)limit,
                     (long long)data->vocab);
+}
+
+/* Of an example, whose tokens[n] are these. */
+static ft_status ft__io_check_example(const ft_io_data *data, const ft__io_example *e,
+                                      const int32_t *tokens, int64_t limit)
+{
+    for (int64_t i = 0; i < e->n; i++) {
+        if (tokens[i] < limit) continue;
+        const ft__io_part *part = &data->parts[e->part];
+        return ft_error(FT_ERR_DATA,
+                        "%s: line %lld: token %d, number %lld of prompt and answer, is outside the "
+                        "vocabulary of %lld",
+                        part->path, (long long)ft__io_line_number(part, e->offset), tokens[i],
+                        (long long)i, (long long)limit);
+    }
+    return FT_OK;
+}
+
+/* tokens[e->n], by way of copy[longest + 1]. The line was checked when the data was opened, but
+   files can be written to. */
+static ft_status ft__io_example_read(const ft_io_data *data, const ft__io_example *e, char *copy,
+                                     int32_t *tokens)
+{
+    const ft__io_part *part = &data->parts[e->part];
+    const size_t n = ft__io_line_bytes(part, e->offset);
+    const int64_t stored = e->n - (data->eod >= 0);
+    int64_t prompt = -1, count = -1;
+    int is_text, same = n <= data->longest;
+    if (same) memcpy(copy, (const char *)part->map.base + e->offset, n);
+    same = same && ft__io_jsonl_line(copy, n, part->path, 1, stored, tokens, &prompt, &count,
+                                     &is_text) == FT_OK;
+    if (!same || prompt != e->prompt || count != stored)
+        return ft_error(FT_ERR_DATA, "%s: line %lld has changed since it was opened", part->path,
+                        (long long)ft__io_line_number(part, e->offset));
+    if (data->eod >= 0) tokens[stored] = (int32_t)data->eod;
+    return FT_OK;
+}
+
+static ft_status ft__io_check_examples(const ft_io_data *data, int64_t limit)
+{
+    const size_t bytes = data->longest + 1, token_bytes = ((size_t)data->seq_len + 1) * 4;
+    if (limit >= data->vocab) return FT_OK;
+    char *copy = (char *)FT_MALLOC(bytes);
+    int32_t *tokens = (int32_t *)FT_MALLOC(token_bytes);
+    ft_status status = FT_OK;
+    if (copy == NULL || tokens == NULL) status = ft__io_oom(data->parts[0].path, bytes);
+    for (int64_t i = 0; status == FT_OK && i < data->n_examples; i++) {
+        status = ft__io_example_read(data, &data->examples[i], copy, tokens);
+        if (status == FT_OK) status = ft__io_check_example(data, &data->examples[i], tokens, limit);
+    }
+    FT_FREE(copy);
+    FT_FREE(tokens);
+    return status;
 }
 
 static ft_status ft__io_check_vocab_arg(const char *function, const ft_io_data *data, int64_t vocab)
@@ -2619,25 +3556,10 @@ FT_API ft_status ft_io_data_check_vocab(const ft_io_data *data, int64_t vocab)
 {
     FT_TRY(ft__io_check_vocab_arg("ft_io_data_check_vocab", data, vocab));
     const int64_t limit = vocab < data->vocab ? vocab : data->vocab;
+    if (data->format == FT_IO_FORMAT_JSONL) return ft__io_check_examples(data, limit);
     for (int i = 0; i < data->n_parts; i++)
         FT_TRY(ft__io_check_tokens(data, &data->parts[i], 0, data->parts[i].tokens, limit));
     return FT_OK;
-}
-
-/* Tokens below 2^31. */
-static void ft__io_decode(ft_io_token token, const void *data, int64_t from, int64_t n,
-                          int32_t *tokens)
-{
-    const uint8_t *bytes = (const uint8_t *)data + from;
-    const uint16_t *halves = (const uint16_t *)data + from;
-    switch (token) {
-    case FT_IO_TOKEN_BYTE: for (int64_t i = 0; i < n; i++) tokens[i] = bytes[i]; break;
-    case FT_IO_TOKEN_U16: for (int64_t i = 0; i < n; i++) tokens[i] = halves[i]; break;
-    case FT_IO_TOKEN_U32:
-        memcpy(tokens, (const uint32_t *)data + from, (size_t)n * sizeof *tokens);
-        break;
-    case FT_IO_TOKEN_COUNT: break;
-    }
 }
 
 FT_API ft_status ft_io_data_read(const ft_io_data *data, int64_t position, int64_t n,
@@ -2645,6 +3567,11 @@ FT_API ft_status ft_io_data_read(const ft_io_data *data, int64_t position, int64
 {
     if (data == NULL || (tokens == NULL && n != 0))
         return ft_error(FT_ERR_ARG, "ft_io_data_read: data and tokens must not be NULL");
+    if (data->format == FT_IO_FORMAT_JSONL)
+        return ft_error(FT_ERR_UNSUPPORTED,
+                        "%s: ft_io_data_read: examples are no stream; samplers and evaluations "
+                        "read their rows",
+                        data->parts[0].path);
     if (position < 0 || n < 0 || position > data->tokens || n > data->tokens - position)
         return ft_error(FT_ERR_ARG,
                         "ft_io_data_read: %lld tokens from position %lld are outside the stream of "
@@ -2655,7 +3582,7 @@ FT_API ft_status ft_io_data_read(const ft_io_data *data, int64_t position, int64
         const int64_t from = position - part->first;
         const int64_t here = n < part->tokens - from ? n : part->tokens - from;
         FT_TRY(ft__io_check_tokens(data, part, from, from + here, data->limit));
-        ft__io_decode(data->token, part->data, from, here, tokens);
+        ft__io_decode(part->kind, part->data, from, here, tokens);
         position += here;
         tokens += here;
         n -= here;
@@ -2666,9 +3593,148 @@ FT_API ft_status ft_io_data_read(const ft_io_data *data, int64_t position, int64
 FT_API const char *ft_io_data_locate(const ft_io_data *data, int64_t position, int64_t *in_file)
 {
     if (position < 0 || position >= ft_io_data_tokens(data)) return NULL;
+    if (data->format == FT_IO_FORMAT_JSONL) return NULL;
     const ft__io_part *part = ft__io_part_at(data, position);
     if (in_file != NULL) *in_file = position - part->first;
     return part->path;
+}
+
+/* --------------------------------------------------------------------------------- >>rows.impl */
+
+/* Where documents begin, in (after, last] of the stream: the first such place, last + 1 if there is
+   none. 0 <= after <= last < length. */
+static int64_t ft__io_next_eod(const ft_io_data *data, int64_t after, int64_t last)
+{
+    while (after < last) { /* the token before a document is an eod */
+        const ft__io_part *part = ft__io_part_at(data, after);
+        int64_t end = part->first + part->tokens;
+        if (end > last) end = last;
+        const int64_t at = ft__io_first_equal(part->kind, part->data, after - part->first,
+                                              end - part->first, (uint64_t)data->eod);
+        if (at < end - part->first) return part->first + at + 1;
+        after = end;
+    }
+    return last + 1;
+}
+
+static int64_t ft__io_next_indexed(const ft_io_data *data, int64_t after, int64_t last)
+{
+    const ft__io_part *part = ft__io_part_at(data, after);
+    const int64_t end = part->first + part->tokens; /* where the next file's first one begins */
+    int64_t low = 0, high = part->index.documents;  /* the answer is in low + 1..high */
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (part->first + ft__io_megatron_start(&part->index, middle) <= after) low = middle;
+        else high = middle;
+    }
+    const int64_t at = part->first + ft__io_megatron_start(&part->index, high);
+    if (at > last) return last + 1;
+    return at < end ? at : end <= last ? end : last + 1;
+}
+
+static int64_t ft__io_next_document(const ft_io_data *data, int64_t after, int64_t last)
+{
+    if (data->format == FT_IO_FORMAT_MEGATRON) return ft__io_next_indexed(data, after, last);
+    return data->eod >= 0 ? ft__io_next_eod(data, after, last) : last + 1;
+}
+
+static ft_status ft__io_windows(const ft_io_data *data, int64_t seq_len, int64_t *windows)
+{
+    const char *others = data->n_parts > 1 ? " and the files after it" : "";
+    if (data->format == FT_IO_FORMAT_JSONL) {
+        *windows = data->rows;
+        if (seq_len == data->seq_len) return FT_OK;
+        return ft_error(FT_ERR_DATA,
+                        "%s%s: the examples were packed into rows of %lld tokens, not of %lld: "
+                        "give the sequence length when the data is opened",
+                        data->parts[0].path, others, (long long)data->seq_len, (long long)seq_len);
+    }
+    if (data->tokens - 1 < seq_len)
+        return ft_error(FT_ERR_DATA,
+                        "%s%s: %lld tokens of data are shorter than one sample: sequence length "
+                        "%lld + 1; give more data or shorter sequences",
+                        data->parts[0].path, others, (long long)data->tokens, (long long)seq_len);
+    *windows = (data->tokens - 1) / seq_len;
+    return FT_OK;
+}
+
+/* Labels that count in a window or row: what ft__io_row_read does not make -100. */
+static int64_t ft__io_row_counted(const ft_io_data *data, int64_t T, int64_t row)
+{
+    if (data->format == FT_IO_FORMAT_JSONL) return data->row_counted[row];
+    const int64_t first = row * T;
+    int64_t counted = T, at = first;
+    if (!ft_io_data_has_documents(data)) return T;
+    while ((at = ft__io_next_document(data, at, first + T)) <= first + T) counted--;
+    return counted;
+}
+
+static ft_status ft__io_window_read(const ft_io_data *data, int64_t T, int64_t window,
+                                    int32_t *tokens, int32_t *labels, int32_t *doc_start)
+{
+    const int64_t first = window * T;
+    int64_t at = first, begin = 0;
+    FT_TRY(ft_io_data_read(data, first, T, tokens));
+    memcpy(labels, tokens + 1, (size_t)(T - 1) * sizeof *tokens);
+    FT_TRY(ft_io_data_read(data, first + T, 1, labels + T - 1));
+    while (begin < T) { /* the document that begins at place `begin` of the row */
+        at = ft__io_next_document(data, at, first + T);
+        const int64_t end = at - first;
+        if (end <= T) labels[end - 1] = -100;
+        for (int64_t t = begin; doc_start != NULL && t < end && t < T; t++)
+            doc_start[t] = (int32_t)begin;
+        begin = end;
+    }
+    return FT_OK;
+}
+
+/* One example to place `at` of a row: its n - 1 inputs, and the labels behind the prompt. */
+static void ft__io_place(const ft__io_example *e, const int32_t *from, int64_t at, int32_t *tokens,
+                         int32_t *labels, int32_t *doc_start)
+{
+    for (int64_t i = 0; i + 1 < e->n; i++) {
+        tokens[at + i] = from[i];
+        labels[at + i] = i + 1 < e->prompt ? -100 : from[i + 1];
+        if (doc_start != NULL) doc_start[at + i] = (int32_t)at;
+    }
+}
+
+static ft_status ft__io_examples_read(const ft_io_data *data, int64_t row, char *copy,
+                                      int32_t *example, int32_t *tokens, int32_t *labels,
+                                      int32_t *doc_start)
+{
+    int64_t at = 0;
+    for (int64_t k = data->row_first[row]; k < data->row_first[row + 1]; k++) {
+        const ft__io_example *e = &data->examples[data->order[k]];
+        FT_TRY(ft__io_example_read(data, e, copy, example));
+        FT_TRY(ft__io_check_example(data, e, example, data->limit));
+        ft__io_place(e, example, at, tokens, labels, doc_start);
+        at += e->n - 1;
+    }
+    for (int64_t t = at; t < data->seq_len; t++) {
+        tokens[t] = 0;
+        labels[t] = -100;
+        if (doc_start != NULL) doc_start[t] = (int32_t)at;
+    }
+    return FT_OK;
+}
+
+/* tokens[T], labels[T] and, unless NULL, doc_start[T] of one window or row. */
+static ft_status ft__io_row_read(const ft_io_data *data, int64_t T, int64_t row, int32_t *tokens,
+                                 int32_t *labels, int32_t *doc_start)
+{
+    if (data->format != FT_IO_FORMAT_JSONL)
+        return ft__io_window_read(data, T, row, tokens, labels, doc_start);
+    const size_t bytes = data->longest + 1, token_bytes = ((size_t)T + 1) * sizeof(int32_t);
+    char *copy = (char *)FT_MALLOC(bytes);
+    int32_t *example = (int32_t *)FT_MALLOC(token_bytes);
+    ft_status status;
+    if (copy == NULL || example == NULL)
+        status = ft__io_oom(data->parts[0].path, bytes + token_bytes);
+    else status = ft__io_examples_read(data, row, copy, example, tokens, labels, doc_start);
+    FT_FREE(copy);
+    FT_FREE(example);
+    return status;
 }
 
 /* ------------------------------------------------------------------------------ >>sampler.impl */
@@ -2708,28 +3774,6 @@ FT_API int64_t ft_io_permute(uint64_t seed, int64_t epoch, int64_t n, int64_t i)
         x = left << side | right;
     } while (x >= (uint64_t)n);
     return (int64_t)x;
-}
-
-static ft_status ft__io_windows(const ft_io_data *data, int64_t seq_len, int64_t *windows)
-{
-    if (data->tokens - 1 < seq_len)
-        return ft_error(FT_ERR_DATA,
-                        "%s%s: %lld tokens of data are shorter than one sample: sequence length "
-                        "%lld + 1; give more data or shorter sequences",
-                        data->parts[0].path, data->n_parts > 1 ? " and the files after it" : "",
-                        (long long)data->tokens, (long long)seq_len);
-    *windows = (data->tokens - 1) / seq_len;
-    return FT_OK;
-}
-
-/* tokens[T], labels[T] of one window. */
-static ft_status ft__io_window_read(const ft_io_data *data, int64_t T, int64_t window,
-                                    int32_t *tokens, int32_t *labels)
-{
-    const int64_t first = window * T;
-    FT_TRY(ft_io_data_read(data, first, T, tokens));
-    memcpy(labels, tokens + 1, (size_t)(T - 1) * sizeof *tokens);
-    return ft_io_data_read(data, first + T, 1, labels + T - 1);
 }
 
 FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *data, int64_t seq_len,
@@ -2787,6 +3831,20 @@ FT_API ft_status ft_io_sampler_index(const ft_io_sampler *sampler, int64_t step,
     return FT_OK;
 }
 
+static ft_status ft__io_sampler_rows(const ft_io_sampler *sampler, int64_t step, int64_t position,
+                                     int64_t n, int32_t *tokens, int32_t *labels,
+                                     int32_t *doc_start)
+{
+    for (int64_t b = 0; b < n; b++) {
+        int64_t window = 0;
+        FT_TRY(ft_io_sampler_index(sampler, step, position + b, &window, NULL));
+        const int64_t T = sampler->seq_len;
+        FT_TRY(ft__io_row_read(sampler->data, T, window, tokens + b * T, labels + b * T,
+                               doc_start == NULL ? NULL : doc_start + b * T));
+    }
+    return FT_OK;
+}
+
 FT_API ft_status ft_io_sampler_read(const ft_io_sampler *sampler, int64_t step, int64_t position,
                                     int64_t n, int32_t *tokens, int32_t *labels)
 {
@@ -2794,45 +3852,75 @@ FT_API ft_status ft_io_sampler_read(const ft_io_sampler *sampler, int64_t step, 
         return ft_error(FT_ERR_ARG,
                         "ft_io_sampler_read: %lld samples; tokens and labels must not be NULL",
                         (long long)n);
-    for (int64_t b = 0; b < n; b++) {
-        int64_t window = 0;
-        FT_TRY(ft_io_sampler_index(sampler, step, position + b, &window, NULL));
-        const int64_t T = sampler->seq_len;
-        FT_TRY(ft__io_window_read(sampler->data, T, window, tokens + b * T, labels + b * T));
-    }
+    return ft__io_sampler_rows(sampler, step, position, n, tokens, labels, NULL);
+}
+
+/* B of R ranks and M micro-batches. */
+static ft_status ft__io_sampler_share(const ft_io_sampler *sampler, const char *function, int rank,
+                                      int ranks, int micro_batch, int micro_batches, int64_t *B)
+{
+    if (sampler == NULL || sampler->data == NULL)
+        return ft_error(FT_ERR_ARG, "%s: the sampler is not initialised", function);
+    if (rank < 0 || rank >= ranks || micro_batch < 0 || micro_batch >= micro_batches)
+        return ft_error(FT_ERR_ARG, "%s: rank %d of %d, micro-batch %d of %d", function, rank,
+                        ranks, micro_batch, micro_batches);
+    const int64_t shares = (int64_t)ranks * micro_batches;
+    if (sampler->global_batch % shares != 0)
+        return ft_error(FT_ERR_ARG,
+                        "%s: a global batch of %lld does not divide into %d ranks "
+                        "x %d micro-batches",
+                        function, (long long)sampler->global_batch, ranks, micro_batches);
+    *B = sampler->global_batch / shares;
     return FT_OK;
+}
+
+FT_API ft_status ft_io_sampler_fill_docs(const ft_io_sampler *sampler, int64_t step, int rank,
+                                         int ranks, int micro_batch, int micro_batches,
+                                         int32_t *tokens, int32_t *labels, int32_t *doc_start)
+{
+    int64_t B = 0;
+    FT_TRY(ft__io_sampler_share(sampler, "ft_io_sampler_fill", rank, ranks, micro_batch,
+                                micro_batches, &B));
+    if (tokens == NULL || labels == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_sampler_fill: tokens and labels must not be NULL");
+    return ft__io_sampler_rows(sampler, step, ((int64_t)micro_batch * ranks + rank) * B, B, tokens,
+                               labels, doc_start);
 }
 
 FT_API ft_status ft_io_sampler_fill(const ft_io_sampler *sampler, int64_t step, int rank, int ranks,
                                     int micro_batch, int micro_batches, int32_t *tokens,
                                     int32_t *labels)
 {
-    if (sampler == NULL || sampler->data == NULL)
-        return ft_error(FT_ERR_ARG, "ft_io_sampler_fill: the sampler is not initialised");
-    if (rank < 0 || rank >= ranks || micro_batch < 0 || micro_batch >= micro_batches)
-        return ft_error(FT_ERR_ARG, "ft_io_sampler_fill: rank %d of %d, micro-batch %d of %d", rank,
-                        ranks, micro_batch, micro_batches);
-    const int64_t shares = (int64_t)ranks * micro_batches;
-    if (sampler->global_batch % shares != 0)
-        return ft_error(FT_ERR_ARG,
-                        "ft_io_sampler_fill: a global batch of %lld does not divide into %d ranks "
-                        "x %d micro-batches",
-                        (long long)sampler->global_batch, ranks, micro_batches);
-    const int64_t B = sampler->global_batch / shares;
-    return ft_io_sampler_read(sampler, step, ((int64_t)micro_batch * ranks + rank) * B, B, tokens,
-                              labels);
+    return ft_io_sampler_fill_docs(sampler, step, rank, ranks, micro_batch, micro_batches, tokens,
+                                   labels, NULL);
 }
 
-/* FNV-1a over the values of up to 1024 tokens, as they are stored. */
+FT_API ft_status ft_io_sampler_counted(const ft_io_sampler *sampler, int64_t step, int rank,
+                                       int ranks, int micro_batches, int64_t *counted)
+{
+    int64_t B = 0, sum = 0, window = 0;
+    if (counted == NULL) return ft_error(FT_ERR_ARG, "ft_io_sampler_counted: counted is NULL");
+    FT_TRY(ft__io_sampler_share(sampler, "ft_io_sampler_counted", rank, ranks, 0, micro_batches,
+                                &B));
+    for (int64_t m = 0; m < micro_batches; m++)
+        for (int64_t b = 0; b < B; b++) {
+            FT_TRY(ft_io_sampler_index(sampler, step, (m * ranks + rank) * B + b, &window, NULL));
+            sum += ft__io_row_counted(sampler->data, sampler->seq_len, window);
+        }
+    *counted = sum;
+    return FT_OK;
+}
+
+/* FNV-1a over the values of up to 1024 tokens, or bytes of examples. */
 static uint64_t ft__io_data_hash(const ft_io_data *data)
 {
-    const int64_t most = 1024, n = data->tokens < most ? data->tokens : most;
+    const int64_t most = 1024, n = data->length < most ? data->length : most;
     uint64_t hash = 0xcbf29ce484222325u;
     for (int64_t i = 0; i < n; i++) {
-        /* i * tokens / n without its overflow */
-        const int64_t at = data->tokens / n * i + data->tokens % n * i / n;
+        /* i * length / n without its overflow */
+        const int64_t at = data->length / n * i + data->length % n * i / n;
         const ft__io_part *part = ft__io_part_at(data, at);
-        const size_t width = ft__io_tokens[data->token].bytes;
+        const size_t width = ft__io_kinds[part->kind].bytes;
         const uint64_t value =
             ft__io_load((const unsigned char *)part->data + (size_t)(at - part->first) * width,
                         width);
@@ -2846,7 +3934,8 @@ FT_API ft_status ft_io_sampler_state_get(const ft_io_sampler *sampler, int64_t s
 {
     if (sampler == NULL || sampler->data == NULL || state == NULL)
         return ft_error(FT_ERR_ARG,
-                        "ft_io_sampler_state_get: the sampler is not initialised, or state is NULL");
+                        "ft_io_sampler_state_get: the sampler is not initialised, or state is "
+                        "NULL");
     memset(state, 0, sizeof *state);
     FT_TRY(ft__io_sampler_sample(sampler, "ft_io_sampler_state_get", step, 0, &state->samples));
     state->seed = sampler->seed;
@@ -2875,7 +3964,8 @@ FT_API ft_status ft_io_sampler_state_set(ft_io_sampler *sampler, const ft_io_sam
     if (state->tokens != sampler->data->tokens || state->windows != sampler->windows)
         return ft_error(FT_ERR_DATA,
                         "%s: the run that is continued had data of %lld tokens in %lld samples, "
-                        "this is %lld tokens in %lld samples; give the same files in the same order",
+                        "this is %lld tokens in %lld samples; give the same files in the same "
+                        "order",
                         path, (long long)state->tokens, (long long)state->windows,
                         (long long)sampler->data->tokens, (long long)sampler->windows);
     const uint64_t hash = ft__io_data_hash(sampler->data);
@@ -2911,17 +4001,28 @@ FT_API ft_status ft_io_eval_init(ft_io_eval *eval, const ft_io_data *data, int64
         return ft_error(FT_ERR_ARG, "ft_io_eval_init: at most %lld windows; 0 means all",
                         (long long)max_windows);
     FT_TRY(ft__io_windows(data, seq_len, &eval->windows));
+    eval->counted = 0;
     if (max_windows > 0 && max_windows < eval->windows) eval->windows = max_windows;
     eval->data = data;
     eval->seq_len = seq_len;
     eval->batch = batch;
     eval->ranks = ranks;
     eval->batches = (eval->windows - 1) / (batch * ranks) + 1;
-    return FT_OK;
+    if (!ft_io_data_has_documents(data)) eval->counted = eval->windows * seq_len;
+    else
+        for (int64_t w = 0; w < eval->windows; w++)
+            eval->counted += ft__io_row_counted(data, seq_len, w);
+    if (eval->counted > 0) return FT_OK;
+    eval->data = NULL;
+    return ft_error(FT_ERR_DATA,
+                    "%s: no label counts in %lld windows of %lld tokens: each would be the first "
+                    "token of a document",
+                    data->parts[0].path, (long long)eval->windows, (long long)seq_len);
 }
 
-FT_API ft_status ft_io_eval_fill(const ft_io_eval *eval, int64_t index, int rank, int32_t *tokens,
-                                 int32_t *labels, int64_t *counted)
+FT_API ft_status ft_io_eval_fill_docs(const ft_io_eval *eval, int64_t index, int rank,
+                                      int32_t *tokens, int32_t *labels, int32_t *doc_start,
+                                      int64_t *counted)
 {
     if (eval == NULL || eval->data == NULL)
         return ft_error(FT_ERR_ARG, "ft_io_eval_fill: the evaluation is not initialised");
@@ -2932,17 +4033,27 @@ FT_API ft_status ft_io_eval_fill(const ft_io_eval *eval, int64_t index, int rank
                         (long long)index, (long long)eval->batches, rank, eval->ranks);
     const int64_t T = eval->seq_len, B = eval->batch;
     const int64_t first = index * (B * eval->ranks) + rank * B;
-    int64_t rows = eval->windows - first; /* of windows; rows after them are filled up */
+    int64_t rows = eval->windows - first, sum = 0; /* of windows; rows after them are filled up */
     if (rows < 0) rows = 0;
     if (rows > B) rows = B;
-    for (int64_t b = 0; b < rows; b++)
-        FT_TRY(ft__io_window_read(eval->data, T, first + b, tokens + b * T, labels + b * T));
+    for (int64_t b = 0; b < rows; b++) {
+        FT_TRY(ft__io_row_read(eval->data, T, first + b, tokens + b * T, labels + b * T,
+                               doc_start == NULL ? NULL : doc_start + b * T));
+        sum += ft__io_row_counted(eval->data, T, first + b);
+    }
     for (int64_t i = rows * T; i < B * T; i++) {
         tokens[i] = 0;
         labels[i] = -100;
+        if (doc_start != NULL) doc_start[i] = 0;
     }
-    if (counted != NULL) *counted = rows * T;
+    if (counted != NULL) *counted = sum;
     return FT_OK;
+}
+
+FT_API ft_status ft_io_eval_fill(const ft_io_eval *eval, int64_t index, int rank, int32_t *tokens,
+                                 int32_t *labels, int64_t *counted)
+{
+    return ft_io_eval_fill_docs(eval, index, rank, tokens, labels, NULL, counted);
 }
 
 /* ---------------------------------------------------------------------------------- >>log.impl */

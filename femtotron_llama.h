@@ -95,8 +95,9 @@
                 twice that. Attention 2 B H T^2 D a layer forward, 5 B H T^2 D backward.
      Memory     Of bf16 activations kept for backward, a layer: 8C + 4(H+K)D + 6F + 4H bytes a
                 token; qk_norm adds 2(H+2K)D. What a recompute policy leaves: ft_segment_begin.
-                Logits exist for loss_chunk_tokens tokens at a time. The RoPE table is
-                4 max_tokens D bytes (tag other), one a model.
+                doc_start is 4 bytes a token, once for all layers. Logits exist for
+                loss_chunk_tokens tokens at a time. The RoPE table is 4 max_tokens D bytes (tag
+                other), one a model.
      Traffic    That of femtotron_zero.h; a tied head makes ZeRO-3 gather the embedding once more.
 
    INITIALISATION

@@ -1,4 +1,4 @@
-/* train_llama.c: trains a Llama on any files, byte by byte, with every rank a thread.
+/* train_llama.c: trains a Llama on any files, byte by byte or by tokens, with every rank a thread.
 
    Build:  cc -std=c11 -O3 -march=native -I. examples/train_llama.c -o train_llama -lm -lpthread
    Run:    ./train_llama --data *.h --dp 4 --zero-stage 3 --sac selective --steps 300
@@ -68,7 +68,8 @@ typedef struct settings {
     int64_t hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, tie_embeddings;
     int64_t qkv_bias, o_bias, mlp_bias, qk_norm;
     paths data, eval_data;
-    int64_t token_dtype;   /* ft_io_token */
+    int64_t data_format, token_dtype; /* ft_io_format; the second is an older name for some */
+    int64_t eod_token, doc_mask;
     int64_t eval_every;
     const char *log_path, *memory_json_path, *report_path, *trace_path, *gemm_table;
     int64_t sample, hash, verbose, help;
@@ -195,9 +196,18 @@ static const option options[] = {
     {"--seed", TAKES_INT, "N", AT(seed), 0, INT64_MAX, "0",
      "of initial weights, of the order of the data, and of the sample"},
     {"--data", TAKES_PATHS, "FILE...", AT(data), 0, 0, NULL,
-     "what to train on: the bytes of any files, in this order"},
-    {"--token-dtype", TAKES_WORD, "bytes|uint16|uint32", AT(token_dtype), 0, 0, "bytes",
-     "what the data files hold: bytes, or token shards (raw, or with llm.c's header)"},
+     "what to train on, in this order: the bytes of any files, token shards, prefixes of\n"
+     "Megatron-LM's .bin and .idx, or .jsonl examples for fine-tuning"},
+    {"--data-format", TAKES_WORD, "auto|bytes|uint16|uint32|megatron|jsonl", AT(data_format), 0, 0,
+     "auto", "what the data files hold; auto goes by their names and headers, and takes raw\n"
+     "shards of uint16 or uint32 for bytes, so name those"},
+    {"--token-dtype", TAKES_WORD, "auto|bytes|uint16|uint32", AT(token_dtype), 0, 0, "auto",
+     "the same, by its older name"},
+    {"--eod-token", TAKES_INT, "ID", AT(eod_token), -1, INT32_MAX, "-1",
+     "the token that ends a document in bytes or shards, or is to end each answer of .jsonl;\n"
+     "labels do not cross the end of a known document; -1: none"},
+    {"--doc-mask", TAKES_SWITCH, "[0|1]", AT(doc_mask), 0, 0, NULL,
+     "attention stays inside documents too"},
     {"--eval-data", TAKES_PATHS, "FILE...", AT(eval_data), 0, 0, NULL,
      "files to validate on, of the same kind as --data"},
     {"--eval-every", TAKES_INT, "N", AT(eval_every), 0, 1000000000, "0",
@@ -462,7 +472,7 @@ typedef struct trainer { /* what a rank has */
     ft_pp_program program, eval_program;
     ft_tensor *scale;                     /* of the step's loss */
     ft_group *world;
-    int32_t *host_tokens, *host_labels;   /* [B,T] */
+    int32_t *host_tokens, *host_labels, *host_docs; /* [B,T]; docs: with --doc-mask, else NULL */
     int64_t step, eval_batch;             /* at work */
     double eval_sum;                      /* of the losses of this rank's counted tokens */
     int64_t eval_counted;
@@ -511,31 +521,43 @@ static ft_pp_config pipeline_config(const settings *set) {
     return config;
 }
 
+typedef struct batch_tensors { ft_tensor *tokens, *labels, *docs; } batch_tensors;
+
 /* A batch as device tensors [B,T], from the host arrays; the tape keeps them while it needs. */
-static ft_status upload_batch(trainer *t, ft_tensor **tokens, ft_tensor **labels) {
+static ft_status upload_batch(trainer *t, batch_tensors *in) {
     int64_t shape[2];
     shape[0] = t->work->set->micro_batch_size;
     shape[1] = t->work->set->seq_len;
-    FT_TRY(ft_tensor_create(t->ctx, tokens, FT_I32, 2, shape, FT_TAG_OTHER));
-    FT_TRY(ft_tensor_create(t->ctx, labels, FT_I32, 2, shape, FT_TAG_OTHER));
+    in->docs = NULL;
+    FT_TRY(ft_tensor_create(t->ctx, &in->tokens, FT_I32, 2, shape, FT_TAG_OTHER));
+    FT_TRY(ft_tensor_create(t->ctx, &in->labels, FT_I32, 2, shape, FT_TAG_OTHER));
+    if (t->work->set->doc_mask)
+        FT_TRY(ft_tensor_create(t->ctx, &in->docs, FT_I32, 2, shape, FT_TAG_OTHER));
     if (!t->work->sampler) return FT_OK; /* a plan */
-    FT_TRY(ft_upload(*tokens, t->host_tokens));
-    return ft_upload(*labels, t->host_labels);
+    FT_TRY(ft_upload(in->tokens, t->host_tokens));
+    FT_TRY(ft_upload(in->labels, t->host_labels));
+    return in->docs ? ft_upload(in->docs, t->host_docs) : FT_OK;
+}
+
+static void free_batch(batch_tensors *in) {
+    ft_tensor_free(in->tokens);
+    ft_tensor_free(in->labels);
+    ft_tensor_free(in->docs);
 }
 
 /* Forward of one chunk of layers for one micro-batch: what the pipeline's runner calls. */
 static ft_status forward(void *user, int chunk, int micro_batch, ft_tensor *x, ft_tensor **out) {
     trainer *t = (trainer *)user;
     const settings *set = t->work->set;
-    ft_tensor *tokens, *labels;
+    batch_tensors in;
     if (t->work->sampler)
-        FT_TRY(ft_io_sampler_fill(t->work->sampler, t->step, t->mesh.coord[FT_AXIS_DP],
-                                  (int)set->dp, micro_batch, (int)set->micro_batches,
-                                  t->host_tokens, t->host_labels));
-    FT_TRY(upload_batch(t, &tokens, &labels));
-    FT_TRY(ft_llama_chunk(t->model, chunk, tokens, labels, t->scale, t->work->sac, x, out));
-    ft_tensor_free(tokens);
-    ft_tensor_free(labels);
+        FT_TRY(ft_io_sampler_fill_docs(t->work->sampler, t->step, t->mesh.coord[FT_AXIS_DP],
+                                       (int)set->dp, micro_batch, (int)set->micro_batches,
+                                       t->host_tokens, t->host_labels, t->host_docs));
+    FT_TRY(upload_batch(t, &in));
+    FT_TRY(ft_llama_chunk_docs(t->model, chunk, in.tokens, in.labels, in.docs, t->scale,
+                               t->work->sac, x, out));
+    free_batch(&in);
     return FT_OK;
 }
 
@@ -548,15 +570,16 @@ static ft_status add_loss(void *user, int micro_batch, ft_tensor *loss) {
 static ft_status eval_forward(void *user, int chunk, int micro_batch, ft_tensor *x,
                               ft_tensor **out) {
     trainer *t = (trainer *)user;
-    ft_tensor *tokens, *labels;
+    batch_tensors in;
     (void)micro_batch;
     if (t->work->sampler)
-        FT_TRY(ft_io_eval_fill(t->work->eval, t->eval_batch, t->mesh.coord[FT_AXIS_DP],
-                               t->host_tokens, t->host_labels, &t->eval_counted));
-    FT_TRY(upload_batch(t, &tokens, &labels));
-    FT_TRY(ft_llama_chunk(t->model, chunk, tokens, labels, NULL, NULL, x, out));
-    ft_tensor_free(tokens);
-    ft_tensor_free(labels);
+        FT_TRY(ft_io_eval_fill_docs(t->work->eval, t->eval_batch, t->mesh.coord[FT_AXIS_DP],
+                                    t->host_tokens, t->host_labels, t->host_docs,
+                                    &t->eval_counted));
+    FT_TRY(upload_batch(t, &in));
+    FT_TRY(ft_llama_chunk_docs(t->model, chunk, in.tokens, in.labels, in.docs, NULL, NULL, x,
+                               out));
+    free_batch(&in);
     return FT_OK;
 }
 
@@ -609,7 +632,9 @@ static ft_status trainer_create(trainer *t) {
     if (!t->work->sampler) return FT_OK;
     t->host_tokens = (int32_t *)ft_host_alloc(t->ctx, bytes);
     t->host_labels = (int32_t *)ft_host_alloc(t->ctx, bytes);
-    return t->host_tokens && t->host_labels ? FT_OK : FT_ERR_OOM;
+    if (set->doc_mask) t->host_docs = (int32_t *)ft_host_alloc(t->ctx, bytes);
+    return t->host_tokens && t->host_labels && (t->host_docs || !set->doc_mask) ? FT_OK
+                                                                                : FT_ERR_OOM;
 }
 
 /* One optimizer step. The number of tokens that count is known before the first forward and scales
@@ -619,6 +644,9 @@ static ft_status train_step(trainer *t, int64_t step, double lr) {
     const settings *set = t->work->set;
     int64_t counted = set->micro_batch_size * set->micro_batches * set->seq_len;
     t->step = step;
+    if (t->work->sampler)
+        FT_TRY(ft_io_sampler_counted(t->work->sampler, step, t->mesh.coord[FT_AXIS_DP],
+                                     (int)set->dp, (int)set->micro_batches, &counted));
     FT_TRY(ft_zero_step_begin(t->zero, (int)set->micro_batches, counted, &t->scale));
     FT_TRY(ft_pp_run(t->pipeline, &t->program));
     FT_TRY(ft_span_begin(t->ctx, "optimizer", -1, -1));
@@ -667,8 +695,7 @@ static ft_status evaluate(trainer *t, double *loss) {
     FT_TRY(ft_mem_phase_end(t->ctx));
     for (int64_t i = 0; i < pairs; i++) sum += (double)every[i];
     ft_host_free(t->ctx, every);
-    *loss = t->work->sampler
-                ? sum / (double)(t->work->eval->windows * t->work->set->seq_len) : 0;
+    *loss = t->work->sampler ? sum / (double)t->work->eval->counted : 0;
     return FT_OK;
 }
 
@@ -1195,6 +1222,10 @@ static void model_config(const settings *set, ft_llama_config *model) {
 static ft_status open_prompt(program *p) {
     const int64_t most = 32;
     int64_t tokens = ft_io_data_tokens(p->data);
+    if (!p->set.sample) return FT_OK;
+    if (ft_io_data_format(p->data) != FT_IO_FORMAT_BYTES)
+        return ft_error(FT_ERR_UNSUPPORTED, "--sample writes bytes: it needs --data-format bytes; "
+                        "the data is %s", ft_io_format_name(ft_io_data_format(p->data)));
     p->prompt = tokens < most ? tokens : most;
     p->text = (int32_t *)calloc((size_t)(p->prompt + p->set.sample), sizeof *p->text);
     if (!p->text)
@@ -1249,8 +1280,10 @@ static ft_status check_layout(program *p) {
     if (set->sample && set->tp * set->pp > 1)
         return ft_error(FT_ERR_UNSUPPORTED,
                         "--sample needs a whole model on each rank: --tp 1 --pp 1");
-    if (set->sample && set->token_dtype)
-        return ft_error(FT_ERR_UNSUPPORTED, "--sample writes bytes: it needs --token-dtype bytes");
+    if (set->data_format && set->token_dtype && set->data_format != set->token_dtype)
+        return ft_error(FT_ERR_ARG, "--data-format %s and --token-dtype %s say different things: "
+                        "leave one out", ft_io_format_name((ft_io_format)set->data_format),
+                        ft_io_format_name((ft_io_format)set->token_dtype));
     if (set->eval_every && !set->eval_data.n)
         return ft_error(FT_ERR_ARG, "--eval-every needs --eval-data");
     return ft_tp_check((int)set->tp, (int)set->sequence_parallel, p->model.heads, p->model.kv_heads,
@@ -1258,24 +1291,24 @@ static ft_status check_layout(program *p) {
 }
 
 /* An output must not be one of the inputs, which are mapped. */
-static ft_status check_output(const settings *set, const char *path) {
-    const paths *lists[2];
+static ft_status check_output(const program *p, const char *path) {
+    const ft_io_data *inputs[2];
     struct stat out, in;
+    const char *file;
     int k, i;
-    lists[0] = &set->data;
-    lists[1] = &set->eval_data;
+    inputs[0] = p->data;
+    inputs[1] = p->eval_data;
     if (!path || stat(path, &out) != 0) return FT_OK; /* none, or a new file */
     for (k = 0; k < 2; k++)
-        for (i = 0; i < lists[k]->n; i++)
-            if (stat(lists[k]->path[i], &in) == 0 && in.st_dev == out.st_dev &&
-                in.st_ino == out.st_ino)
-                return ft_error(FT_ERR_ARG, "%s would be written over the data in %s", path,
-                                lists[k]->path[i]);
+        for (i = 0; (file = ft_io_data_file(inputs[k], i)) != NULL; i++)
+            if (stat(file, &in) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+                return ft_error(FT_ERR_ARG, "%s would be written over the data in %s", path, file);
     return FT_OK;
 }
 
 /* Nor may two outputs be one file. */
-static ft_status check_outputs(const settings *set) {
+static ft_status check_outputs(const program *p) {
+    const settings *set = &p->set;
     const char *path[4];
     struct stat a, b;
     int i, k;
@@ -1284,7 +1317,7 @@ static ft_status check_outputs(const settings *set) {
     path[2] = set->report_path;
     path[3] = set->trace_path;
     for (i = 0; i < 4; i++) {
-        FT_TRY(check_output(set, path[i]));
+        FT_TRY(check_output(p, path[i]));
         for (k = 0; k < i && path[i]; k++) {
             if (!path[k]) continue;
             if (strcmp(path[i], path[k]) == 0)
@@ -1297,19 +1330,31 @@ static ft_status check_outputs(const settings *set) {
     return FT_OK;
 }
 
+static ft_status open_files(const settings *set, const paths *files, ft_io_data **data) {
+    ft_io_data_config config = ft_io_data_config_default();
+    config.format = (ft_io_format)(set->data_format ? set->data_format : set->token_dtype);
+    config.eod_token = set->eod_token;
+    config.seq_len = set->seq_len;
+    FT_TRY(ft_io_data_open_files(files->path, files->n, &config, data));
+    if (set->doc_mask && !ft_io_data_has_documents(*data))
+        return ft_error(FT_ERR_ARG, "--doc-mask: %s does not say where documents end: give "
+                        "--eod-token, Megatron-LM's data, or .jsonl", files->path[0]);
+    if (set->eod_token >= set->vocab)
+        return ft_error(FT_ERR_ARG, "--eod-token %lld is outside the vocabulary of %lld",
+                        (long long)set->eod_token, (long long)set->vocab);
+    return ft_io_data_check_vocab(*data, set->vocab);
+}
+
 static ft_status open_data(program *p, int64_t batch) {
     const settings *set = &p->set;
-    ft_io_token kind = (ft_io_token)set->token_dtype;
     if (set->data.n > 0) {
-        FT_TRY(ft_io_data_open(set->data.path, set->data.n, kind, &p->data));
-        FT_TRY(ft_io_data_check_vocab(p->data, set->vocab));
+        FT_TRY(open_files(set, &set->data, &p->data));
         FT_TRY(ft_io_sampler_init(&p->sampler, p->data, set->seq_len, batch * set->micro_batches,
                                   (uint64_t)set->seed));
         FT_TRY(open_prompt(p));
     }
     if (set->eval_data.n == 0) return FT_OK;
-    FT_TRY(ft_io_data_open(set->eval_data.path, set->eval_data.n, kind, &p->eval_data));
-    FT_TRY(ft_io_data_check_vocab(p->eval_data, set->vocab));
+    FT_TRY(open_files(set, &set->eval_data, &p->eval_data));
     return ft_io_eval_init(&p->eval, p->eval_data, set->seq_len, (int)set->micro_batch_size,
                            (int)set->dp, 0);
 }
@@ -1329,7 +1374,7 @@ static ft_status open_inputs(program *p) {
                         (long long)set->seq_len, INT32_MAX);
     FT_TRY(check_layout(p));
     FT_TRY(open_data(p, batch));
-    FT_TRY(check_outputs(set));
+    FT_TRY(check_outputs(p));
     if (set->log_path && set->device != FT_META && ft_env_rank() <= 0)
         FT_TRY(ft_io_log_open(set->log_path, 0, &p->log));
     p->sac = (ft_sac *)calloc((size_t)set->layers, sizeof *p->sac);
@@ -1365,6 +1410,17 @@ static ft_status print_layout(const program *p) {
     return status;
 }
 
+static void print_data(const program *p) {
+    ft_io_format format = ft_io_data_format(p->data);
+    char text[32];
+    printf("data    %s %s in %d files", thousands(ft_io_data_tokens(p->data), text),
+           format == FT_IO_FORMAT_BYTES ? "bytes" : "tokens", p->set.data.n);
+    if (format != FT_IO_FORMAT_BYTES) printf(", %s", ft_io_format_name(format));
+    if (ft_io_data_has_documents(p->data))
+        printf(", documents apart in the loss%s", p->set.doc_mask ? " and in attention" : "");
+    putchar('\n');
+}
+
 static void print_settings(const program *p) {
     const settings *set = &p->set;
     const ft_llama_config *model = &p->model;
@@ -1389,9 +1445,11 @@ static void print_settings(const program *p) {
            set->lr_schedule == FT_LR_LINEAR ? "linear" : set->lr_schedule == FT_LR_COSINE ? "cosine"
            : set->lr_schedule == FT_LR_WSD ? "wsd" : "constant", (long long)set->warmup,
            set->weight_decay, set->grad_clip, (long long)set->seed);
-    if (p->data)
-        printf("data    %s %s in %d files\n", thousands(ft_io_data_tokens(p->data), text),
-               set->token_dtype ? "tokens" : "bytes", set->data.n);
+    if (p->data) print_data(p);
+    if (p->data && ft_io_data_examples(p->data))
+        printf("rows    %lld examples in %lld rows of %lld tokens\n",
+               (long long)ft_io_data_examples(p->data), (long long)p->sampler.windows,
+               (long long)set->seq_len);
 }
 
 static job job_create(program *p) {

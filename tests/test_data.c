@@ -773,7 +773,7 @@ static void continues_identically_at_any_step(void **state)
     }
 }
 
-/* The windows of samples from..to-1 of the sequence, read in steps of `batch` from step `step` on. */
+/* The windows of samples from..to-1 of the sequence, read from step `step` on. */
 static void collect_samples(const ft_io_sampler *sampler, int64_t step, int from, int to,
                             int64_t *order)
 {
@@ -933,6 +933,7 @@ static void refuses_bad_evaluations(void **state)
     ft_io_data *data = open_file(path, 1);
     ft_io_eval eval;
     int32_t tokens[16], labels[16];
+    memset(&eval, 0, sizeof eval);
     assert_error(ft_io_eval_init(&eval, data, 8, 1, 1, 0), FT_ERR_DATA, path,
                  "8 tokens of data are shorter than one sample: sequence length 8 + 1");
     assert_error(ft_io_eval_fill(&eval, 0, 0, tokens, labels, NULL), FT_ERR_ARG, "evaluation",
@@ -1033,6 +1034,248 @@ static void the_loss_of_an_evaluation_is_that_of_its_windows(void **state)
     ft_io_data_close(data);
 }
 
+/* ------------------------------------------------------------------------------------ documents */
+
+enum { DOC_TOKENS = 120, DOC_EOD = 9 };
+
+/* Documents of 0 to 20 tokens and their end; some ends lie at the end of a file, some windows have
+   nothing but ends. */
+static int doc_token(int p)
+{
+    return p % 23 == 11 || p % 31 == 30 || (p >= 60 && p < 78) ? DOC_EOD : 20 + p;
+}
+
+static ft_io_data *open_documents(int kind, int files, int64_t eod)
+{
+    char names[8][340];
+    const char *paths[8];
+    ft_io_data_config config = ft_io_data_config_default();
+    ft_io_data *data;
+    config.format = (ft_io_format)(FT_IO_FORMAT_BYTES + kind);
+    config.eod_token = eod;
+    for (int f = 0; f < files; f++) {
+        char name[32];
+        int64_t tokens[DOC_TOKENS];
+        const int first = f * DOC_TOKENS / files, last = (f + 1) * DOC_TOKENS / files;
+        for (int p = first; p < last; p++) tokens[p - first] = doc_token(p);
+        snprintf(name, sizeof name, "docs-%d", f);
+        snprintf(names[f], sizeof names[f], "%s",
+                 write_shard(name, kind, kind > 0 && f % 2, tokens, last - first));
+        paths[f] = names[f];
+    }
+    assert_ok(ft_io_data_open_files(paths, files, &config, &data));
+    return data;
+}
+
+/* Every window of every length, however tokens are stored and cut into files: a document begins
+   behind an end, and nowhere else. */
+static void documents_end_with_their_token(void **state)
+{
+    (void)state;
+    int empty = 0;
+    for (int kind = 0; kind < 3; kind++)
+        for (int files = 1; files <= 5; files += 2) {
+            ft_io_data *data = open_documents(kind, files, DOC_EOD);
+            assert_true(ft_io_data_has_documents(data));
+            assert_int_equal(ft_io_data_format(data), FT_IO_FORMAT_BYTES + kind);
+            for (int T = 1; T < DOC_TOKENS; T++) {
+                ft_io_eval eval;
+                int64_t all = 0;
+                assert_ok(ft_io_eval_init(&eval, data, T, 1, 1, 0));
+                for (int w = 0; w < eval.windows; w++) {
+                    int32_t tokens[DOC_TOKENS], labels[DOC_TOKENS], first[DOC_TOKENS];
+                    int64_t counted, sum = 0;
+                    int begin = 0;
+                    assert_ok(ft_io_eval_fill_docs(&eval, w, 0, tokens, labels, first, &counted));
+                    for (int t = 0; t < T; t++) {
+                        const int p = w * T + t;
+                        if (t > 0 && doc_token(p - 1) == DOC_EOD) begin = t;
+                        assert_int_equal(tokens[t], doc_token(p));
+                        assert_int_equal(labels[t],
+                                         doc_token(p) == DOC_EOD ? -100 : doc_token(p + 1));
+                        assert_int_equal(first[t], begin);
+                        sum += labels[t] != -100;
+                    }
+                    assert_int_equal(counted, sum);
+                    empty += sum == 0;
+                    all += sum;
+                }
+                assert_int_equal(eval.counted, all);
+            }
+            ft_io_data_close(data);
+            /* Without the token there are no documents, and starts are zeros. */
+            data = open_documents(kind, files, -1);
+            assert_false(ft_io_data_has_documents(data));
+            ft_io_sampler sampler;
+            int32_t tokens[40], labels[40], first[40];
+            int64_t counted;
+            assert_ok(ft_io_sampler_init(&sampler, data, 40, 1, 1));
+            memset(first, 0x77, sizeof first);
+            assert_ok(ft_io_sampler_fill_docs(&sampler, 0, 0, 1, 0, 1, tokens, labels, first));
+            assert_ok(ft_io_sampler_counted(&sampler, 0, 0, 1, 1, &counted));
+            assert_int_equal(counted, 40);
+            for (int t = 0; t < 40; t++) assert_true(labels[t] != -100 && first[t] == 0);
+            ft_io_data_close(data);
+        }
+    assert_true(empty > 0);
+}
+
+static void formats_are_told_by_name_and_header(void **state)
+{
+    (void)state;
+    static const int64_t tokens[4] = {1, 2, 3, 4};
+    ft_io_data_config config = ft_io_data_config_default();
+    ft_io_data *data;
+    const char *paths[2];
+    assert_int_equal(config.format, FT_IO_FORMAT_AUTO);
+    assert_int_equal(config.eod_token, -1);
+    for (int kind = 0; kind < 3; kind++) {
+        paths[0] = write_shard("some.bin", kind, kind > 0, tokens, 4);
+        assert_ok(ft_io_data_open_files(paths, 1, &config, &data));
+        assert_int_equal(ft_io_data_format(data), FT_IO_FORMAT_BYTES + kind);
+        assert_int_equal(ft_io_data_tokens(data), 4);
+        assert_string_equal(ft_io_data_file(data, 0), paths[0]);
+        assert_null(ft_io_data_file(data, 1));
+        ft_io_data_close(data);
+    }
+    paths[1] = write_shard("other.bin", 1, 1, tokens, 4);
+    assert_error(ft_io_data_open_files(paths, 2, &config, &data), FT_ERR_DATA, paths[1],
+                 "looks like uint16, but");
+    static const char *const names[] = {"auto", "bytes", "uint16", "uint32", "megatron", "jsonl",
+                                        "?"};
+    for (int i = 0; i < 7; i++) assert_string_equal(ft_io_format_name((ft_io_format)i), names[i]);
+    assert_string_equal(ft_io_format_name((ft_io_format)-1), "?");
+    config.format = FT_IO_FORMAT_COUNT;
+    assert_error(ft_io_data_open_files(paths, 1, &config, &data), FT_ERR_UNSUPPORTED, "format 6",
+                 "ft_io_format");
+    config.format = FT_IO_FORMAT_AUTO;
+    assert_error(ft_io_data_open_files(paths, 0, &config, &data), FT_ERR_ARG, "0 paths", "");
+    assert_error(ft_io_data_open_files(paths, 1, NULL, &data), FT_ERR_ARG, "1 paths", "");
+    paths[0] = NULL;
+    assert_error(ft_io_data_open_files(paths, 1, &config, &data), FT_ERR_ARG, "path is NULL", "");
+    static const struct { int kind; int64_t eod; const char *says; } bad[] = {
+        {0, 256, "eod_token 256 is no token of bytes, which end at 255"},
+        {1, 65536, "eod_token 65536 is no token of uint16, which end at 65535"},
+        {0, -2, "eod_token -2; it must be a token, or -1"},
+        {2, 2147483648, "eod_token 2147483648; it must be a token, or -1"}};
+    for (size_t i = 0; i < COUNT(bad); i++) {
+        paths[0] = write_shard("some.bin", bad[i].kind, 0, tokens, 4);
+        config.format = (ft_io_format)(FT_IO_FORMAT_BYTES + bad[i].kind);
+        config.eod_token = bad[i].eod;
+        assert_error(ft_io_data_open_files(paths, 1, &config, &data), FT_ERR_ARG, "eod_token",
+                     bad[i].says);
+    }
+    assert_int_equal(ft_io_data_format(NULL), FT_IO_FORMAT_AUTO);
+    assert_int_equal(ft_io_data_has_documents(NULL), 0);
+    assert_int_equal(ft_io_data_examples(NULL), 0);
+    assert_null(ft_io_data_file(NULL, 0));
+}
+
+static void an_evaluation_of_nothing_is_refused(void **state)
+{
+    (void)state;
+    static const int64_t ends[12] = {9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 1};
+    ft_io_data_config config = ft_io_data_config_default();
+    ft_io_data *data;
+    ft_io_eval eval;
+    const char *path = write_shard("ends", 0, 0, ends, 12);
+    config.eod_token = 9;
+    assert_ok(ft_io_data_open_files(&path, 1, &config, &data));
+    assert_error(ft_io_eval_init(&eval, data, 5, 1, 1, 0), FT_ERR_DATA, path,
+                 "no label counts in 2 windows of 5 tokens");
+    ft_io_data_close(data);
+}
+
+/* One step of a model on R ranks with M micro-batches, of which some count nothing. */
+typedef struct split {
+    const ft_io_sampler *sampler;
+    int M;
+    double loss, norm;
+    int64_t least; /* of the labels that count in a micro-batch */
+} split;
+
+static ft_status split_step(ft_ctx *ctx, void *user)
+{
+    split *work = (split *)user;
+    const ft_io_sampler *sampler = work->sampler;
+    const int rank = ft_rank(ctx), ranks = ft_world(ctx);
+    int64_t shape[2], counted;
+    int32_t host[3][12 * 6];
+    ft_zero_config zero_config = ft_zero_config_default();
+    ft_llama_config config = ft_llama_config_default();
+    ft_zero_report report;
+    ft_mesh mesh;
+    ft_zero *zero;
+    ft_llama *model;
+    ft_tape *tape;
+    ft_tensor *in[3], *loss, *scale;
+    zero_config.stage = 3;
+    config.hidden = 32;
+    config.layers = 1;
+    config.init_std = 0.1;
+    shape[0] = sampler->global_batch / (ranks * work->M);
+    shape[1] = sampler->seq_len;
+    FT_TRY(ft_mesh_create(ctx, ranks, 1, 1, &mesh));
+    FT_TRY(ft_zero_create(ctx, &zero_config, &mesh, &zero));
+    FT_TRY(ft_llama_create(ctx, zero, &config, shape[1], 5, &model));
+    FT_TRY(ft_tape_create(ctx, &tape));
+    FT_TRY(ft_io_sampler_counted(sampler, 0, rank, ranks, work->M, &counted));
+    FT_TRY(ft_zero_step_begin(zero, work->M, counted, &scale));
+    for (int m = 0; m < work->M; m++) {
+        int64_t here = 0;
+        FT_TRY(ft_io_sampler_fill_docs(sampler, 0, rank, ranks, m, work->M, host[0], host[1],
+                                       host[2]));
+        for (int64_t i = 0; i < shape[0] * shape[1]; i++) here += host[1][i] != -100;
+        if (rank == 0 && here < work->least) work->least = here;
+        for (int k = 0; k < 3; k++) {
+            FT_TRY(ft_tensor_create(ctx, &in[k], FT_I32, 2, shape, FT_TAG_OTHER));
+            FT_TRY(ft_upload(in[k], host[k]));
+        }
+        FT_TRY(ft_tape_begin(tape));
+        FT_TRY(ft_llama_loss_docs(model, in[0], in[1], in[2], scale, NULL, &loss));
+        FT_TRY(ft_tape_end(tape));
+        FT_TRY(ft_backward(tape, loss, NULL));
+        FT_TRY(ft_zero_add_loss(zero, loss));
+        ft_tensor_free(loss);
+        for (int k = 0; k < 3; k++) ft_tensor_free(in[k]);
+    }
+    FT_TRY(ft_zero_step_end(zero, 1e-3));
+    FT_TRY(ft_zero_report_get(zero, &report));
+    if (rank != 0) return FT_OK;
+    work->loss = report.loss;
+    work->norm = report.grad_norm;
+    return FT_OK;
+}
+
+static void splits_do_not_change_the_loss(void **state)
+{
+    (void)state;
+    static const int layouts[][2] = {{1, 1}, {1, 12}, {2, 3}, {3, 1}, {4, 3}, {6, 2}, {12, 1}};
+    ft_io_data *data = open_documents(0, 3, DOC_EOD);
+    ft_io_sampler sampler;
+    double loss = 0, norm = 0;
+    int64_t least = 99;
+    assert_ok(ft_io_sampler_init(&sampler, data, 6, 12, 4));
+    for (size_t k = 0; k < COUNT(layouts); k++) {
+        ft_config launch = ft_config_default();
+        split work;
+        memset(&work, 0, sizeof work);
+        work.sampler = &sampler;
+        work.M = layouts[k][1];
+        work.least = 99;
+        launch.world = layouts[k][0];
+        assert_ok(ft_launch(&launch, split_step, &work));
+        if (k == 0) loss = work.loss;
+        if (k == 0) norm = work.norm;
+        if (work.least < least) least = work.least;
+        assert_true(work.loss > 1 && work.norm > 0); /* and no NaN */
+        assert_true(fabs(work.loss - loss) < 1e-6 * loss);
+        assert_true(fabs(work.norm - norm) < 1e-5 * norm);
+    }
+    assert_int_equal(least, 0); /* somewhere nothing counted */
+    ft_io_data_close(data);
+}
+
 #define TEST(name) cmocka_unit_test_teardown(name, clean_directory)
 
 int main(void)
@@ -1062,6 +1305,10 @@ int main(void)
         TEST(evaluation_sees_each_window_once),
         TEST(refuses_bad_evaluations),
         TEST(the_loss_of_an_evaluation_is_that_of_its_windows),
+        TEST(documents_end_with_their_token),
+        TEST(formats_are_told_by_name_and_header),
+        TEST(an_evaluation_of_nothing_is_refused),
+        TEST(splits_do_not_change_the_loss),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);
 }

@@ -717,8 +717,12 @@ static void one_document_rows_are_unmasked_rows(void **state)
 static void layouts_and_policies_change_nothing(void **state)
 {
     (void)state;
-    static const struct { int dp, tp, pp, sp, stage, M; ft_sac_kind sac; ft_pp_kind kind; int bits; }
-    cases[] = {
+    static const struct {
+        int dp, tp, pp, sp, stage, M;
+        ft_sac_kind sac;
+        ft_pp_kind kind;
+        int bits;
+    } cases[] = {
         {1, 1, 1, 0, 0, 1, FT_SAC_SELECTIVE, FT_PP_1F1B, 1}, /* as one rank, to the bit */
         {1, 1, 1, 0, 3, 1, FT_SAC_FULL, FT_PP_1F1B, 1},
         {1, 1, 2, 0, 0, 1, FT_SAC_FULL, FT_PP_1F1B, 1},
