@@ -475,8 +475,9 @@ FT_API ft_status ft_io_checkpoint_add(ft_io_checkpoint *checkpoint, const char *
    elements give the same shape, and over the ranks each element must be there once. */
 FT_API ft_status ft_io_checkpoint_commit(ft_io_checkpoint *checkpoint);
 /* Hands the copies to a thread, which writes them: training goes on. Rank 0's waits for the parts
-   of all ranks (each leaves a file rank-R.done beside its part), checks that they are whole together,
-   writes the manifest, gives the directory its name, and removes what is not to be kept. */
+   of all ranks (each leaves a file rank-R.done beside its part), checks that they are whole
+   together, writes the manifest, gives the directory its name, and removes what is not to be kept.
+   */
 FT_API ft_status ft_io_checkpoint_poll(ft_io_checkpoint *checkpoint,
                                        ft_io_checkpoint_report *report, int *done);
 /* *done = 1, once for each save, when it has been written; else 0, at once. The thread's error is
@@ -3933,7 +3934,7 @@ static ft_status ft__io_part_copy(ft_io_reader *r, int64_t index, int64_t from, 
                                   float *values)
 {
     const ft_io_part *part = &r->manifest->parts[index];
-    const unsigned char *data;
+    const unsigned char *data = NULL;
     FT_TRY(ft__io_part_data(r, index, &data));
     for (int64_t b = from / FT_IO_BLOCK_ELEMS; b <= (from + n - 1) / FT_IO_BLOCK_ELEMS; b++) {
         const int64_t block = FT_IO_BLOCK_ELEMS, first = b * block, left = part->elems - first;
@@ -4716,6 +4717,7 @@ static ft_status ft__io_save(ft_io_checkpoint *c)
         snprintf(message, sizeof message, "%s", ft_last_error());
         snprintf(name, sizeof name, "rank-%05d.failed", c->rank);
         char *path = ft__io_join(c->temporary, name);
+        (void)mkdir(c->temporary, 0777); /* it may be that which failed */
         if (path != NULL) (void)ft__io_put_file(path, message, strlen(message));
         FT_FREE(path);
         return ft_error(status, "%s", message);
@@ -4875,7 +4877,7 @@ FT_API ft_status ft_io_llama_stage(ft_io_checkpoint *c, ft_llama *model,
                                    const ft_llama_config *config, ft_zero *zero)
 {
     ft_llama_config full = *config;
-    int64_t updates, skipped;
+    int64_t updates = 0, skipped = 0;
     FT_TRY(ft_llama_check(&full));
     for (int i = 0; i < FT__IO_MODEL; i++) {
         const char *key;
@@ -5049,7 +5051,7 @@ static ft_status ft__io_vote(ft_ctx *ctx, ft__io_votes *v, ft_status status, ft_
     memset(word, 0, sizeof word);
     word[0] = (int32_t)status;
     if (status != FT_OK)
-        snprintf((char *)&word[1], FT__IO_WORD_TEXT * sizeof *word, "%s", ft_last_error());
+        snprintf((char *)&word[1], FT__IO_WORD_TEXT * sizeof *word, "%.255s", ft_last_error());
     FT_TRY(ft_upload(v->mine, word));
     FT_TRY(ft_all_gather(v->group, ft_stream_get(ctx, FT_STREAM_COMPUTE), v->mine, v->all));
     FT_TRY(ft_download(v->all, v->word));
