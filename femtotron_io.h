@@ -275,11 +275,16 @@ typedef struct ft_io_sampler { /* a plain value: nothing to free; `data` must ou
     int64_t windows;           /* N = (tokens - 1) / T */
     int64_t global_batch;      /* G */
     uint64_t seed;
+    int64_t offset;            /* of step 0 in the endless sequence: 0 unless resumed */
 } ft_io_sampler;
 
 FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *data, int64_t seq_len,
                                     int64_t global_batch, uint64_t seed);
 /* FT_ERR_DATA, naming both sizes, if the stream is shorter than one sample (T + 1 tokens). */
+
+FT_API ft_status ft_io_sampler_resume(ft_io_sampler *sampler, int64_t step, int64_t samples);
+/* Step `step` begins after the first `samples` of the endless sequence: those of the steps before,
+   whatever global batch they had. Earlier steps are gone. */
 
 FT_API ft_status ft_io_sampler_index(const ft_io_sampler *sampler, int64_t step, int64_t position,
                                      int64_t *window, int64_t *epoch);
@@ -2942,6 +2947,17 @@ FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *da
     return FT_OK;
 }
 
+FT_API ft_status ft_io_sampler_resume(ft_io_sampler *sampler, int64_t step, int64_t samples)
+{
+    if (sampler == NULL || sampler->data == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_sampler_resume: the sampler is not initialised");
+    if (step < 0 || samples < 0 || step > (INT64_MAX - samples) / sampler->global_batch)
+        return ft_error(FT_ERR_ARG, "ft_io_sampler_resume: step %lld after %lld samples",
+                        (long long)step, (long long)samples);
+    sampler->offset = samples - step * sampler->global_batch;
+    return FT_OK;
+}
+
 FT_API ft_status ft_io_sampler_index(const ft_io_sampler *sampler, int64_t step, int64_t position,
                                      int64_t *window, int64_t *epoch)
 {
@@ -2952,7 +2968,11 @@ FT_API ft_status ft_io_sampler_index(const ft_io_sampler *sampler, int64_t step,
         return ft_error(FT_ERR_ARG,
                         "ft_io_sampler_index: step %lld, position %lld of a global batch of %lld",
                         (long long)step, (long long)position, (long long)batch);
-    const int64_t at = step * batch + position;
+    int64_t at = step * batch + position;
+    if (sampler->offset > 0 ? at > INT64_MAX - sampler->offset : at + sampler->offset < 0)
+        return ft_error(FT_ERR_ARG, "ft_io_sampler_index: step %lld is not one of those that were "
+                        "resumed", (long long)step);
+    at += sampler->offset;
     if (epoch != NULL) *epoch = at / sampler->windows;
     if (window != NULL)
         *window = ft_io_permute(sampler->seed, at / sampler->windows, sampler->windows,
@@ -5065,7 +5085,7 @@ static ft_status ft__io_vote(ft_ctx *ctx, ft__io_votes *v, ft_status status, ft_
     if (who < 0) return FT_OK;
     const int32_t *w = v->word + who * FT__IO_WORDS;
     *worst = (ft_status)w[0];
-    snprintf(message, 512, "rank %d: %.255s", who, (const char *)&w[1]);
+    snprintf(message, 512, "%.255s (rank %d)", (const char *)&w[1], who);
     return FT_OK;
 }
 

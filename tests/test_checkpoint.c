@@ -897,7 +897,7 @@ static void auto_takes_the_last_that_loads_and_says_why(void **state)
     assert_int_equal(then.begun, 2);
     assert_losses(&then, &whole, 2, 8, 0);
     assert_int_equal(then.hash, whole.hash);
-    if (!strstr(then.notes, "rank 1: ") || !strstr(then.notes, "step-00000006/rank-00001") ||
+    if (!strstr(then.notes, "damaged (rank 1)") || !strstr(then.notes, "step-00000006/rank-00001") ||
         !strstr(then.notes, "step-00000004/manifest.json: its hash"))
         fail_msg("%s", then.notes);
     then.path = place("a/step-00000006"); /* this one and no other */
