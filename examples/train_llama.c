@@ -1172,6 +1172,10 @@ static ft_status train_from_checkpoint(trainer *t) {
     FT_TRY(checkpoint_open(t));
     FT_TRY(log_resume(t));
     FT_TRY(train(t));
+    if (t->work->set->resume) { /* without a step left, the set-up ends here */
+        FT_TRY(ft_mem_phase_begin(t->ctx, "trained"));
+        FT_TRY(ft_mem_phase_end(t->ctx));
+    }
     return checkpoint_look(t, 1);
 }
 

@@ -88,6 +88,16 @@ wait_for() {
     done
 }
 
+# wait_rows FILE N: until it has so many lines.
+wait_rows() {
+    tries=0
+    until [ -e "$1" ] && [ "$(wc -l <"$1")" -ge "$2" ]; do
+        tries=$((tries + 1))
+        [ $tries -gt 1000 ] && return 1
+        sleep 0.02
+    done
+}
+
 # ---------------------------------------------------------- killed, and resumed on the same mesh
 
 # killed NAME ARGUMENTS...: bit for bit the run that nobody killed, and the same log.
@@ -97,14 +107,14 @@ killed() {
     rm -rf "$ck" "$dir"/*.jsonl
     run "$@" --hash --log "$dir/whole.jsonl" || fail "$name" "the whole run failed"
     hash=$(value hash)
-    "$trainer" "$@" --checkpoint-dir "$ck" --checkpoint-every 3 --keep 2 --log "$dir/part.jsonl" \
-        >/dev/null 2>&1 &
+    "$trainer" "$@" --checkpoint-dir "$ck" --checkpoint-every 15 --keep 2 \
+        --log "$dir/part.jsonl" >/dev/null 2>&1 &
     child=$!
-    wait_for "$ck/step-00000006" || fail "$name" "no checkpoint in 20 s"
-    kill -KILL $child 2>/dev/null
+    wait_rows "$dir/part.jsonl" 40
+    kill -KILL $child 2>/dev/null || fail "$name" "was over before it could be killed"
     wait $child 2>/dev/null
     printf '{"step":9' >>"$dir/part.jsonl" # a row that it was writing
-    if ! run "$@" --checkpoint-dir "$ck" --checkpoint-every 3 --keep 2 --log "$dir/part.jsonl" \
+    if ! run "$@" --checkpoint-dir "$ck" --checkpoint-every 15 --keep 2 --log "$dir/part.jsonl" \
         --resume --hash; then fail "$name" "resuming failed"
     elif ! grep -q "^resumed from $ck/step-" "$dir/out"; then fail "$name" "did not resume"
     elif [ "$(value hash)" != "$hash" ]; then fail "$name" "hash $(value hash), not $hash"
@@ -116,7 +126,7 @@ killed() {
     fi
 }
 
-wave="--steps 60 --lr-schedule cosine --warmup 5 --lr-floor 0.0001"
+wave="--steps 400 --lr-schedule cosine --warmup 5 --lr-floor 0.0001"
 # shellcheck disable=SC2086
 {
     killed "killed and resumed, ZeRO-0" $small $wave --dp 2
@@ -149,6 +159,7 @@ wave="--steps 60 --lr-schedule cosine --warmup 5 --lr-floor 0.0001"
     fi
     run $small --steps 12 --dp 3 --hash --checkpoint-dir "$ck" --resume --sample 3 \
         --report "$dir/r.html"
+    run $small --steps 12 --dp 3 --hash --checkpoint-dir "$ck" --resume --allocator arena
     if grep -q "nothing to train: the checkpoint is at step 12 of 12" "$dir/out" &&
         grep -q "^hash " "$dir/out"; then pass "a run that is over"
     else fail "a run that is over" "$(tail -n 1 "$dir/out")"
@@ -201,12 +212,7 @@ stopped() {
     rm -f "$dir/run.jsonl"
     "$trainer" "$@" --steps 1000000 --log "$dir/run.jsonl" >"$dir/out" 2>"$dir/err" &
     child=$!
-    tries=0
-    until [ -e "$dir/run.jsonl" ] && [ "$(wc -l <"$dir/run.jsonl")" -gt 3 ]; do
-        tries=$((tries + 1))
-        [ $tries -gt 400 ] && break
-        sleep 0.05
-    done
+    wait_rows "$dir/run.jsonl" 3
     kill -"$signal" $child
     wait $child
     status=$?
