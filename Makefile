@@ -197,10 +197,11 @@ RANK_TESTS ?= $(filter test_comm test_tp test_llama test_options test_3d,$(TESTS
 # The same for the sanitizers, under which programs are 3 to 15 times slower: these reach every part
 # in minutes. make async RANK_TESTS="...", make asan ASAN_TESTS="...", make tsan TSAN_TESTS="..." run others.
 ASAN_TESTS ?= $(filter test_comm test_io test_data test_ops test_tape test_llama test_options test_tp \
-    test_pp_schedule,$(TESTS))
+    test_pp_schedule test_state test_checkpoint,$(TESTS))
 TSAN_TESTS ?= $(filter test_comm test_tp test_data test_3d test_arena,$(TESTS))
 # Tests that run again with the caching allocator: all that launch ranks.
-CACHING_TESTS ?= $(filter-out test_io test_data test_pp_schedule test_memory_tables test_arena,$(TESTS))
+CACHING_TESTS ?= $(filter-out test_io test_data test_pp_schedule test_memory_tables test_arena \
+    test_checkpoint,$(TESTS))
 
 RUN_TESTS = sh tools/run_tests.sh -t $(TEST_TIMEOUT)
 

@@ -1,5 +1,5 @@
-/* femtotron_io.h: safetensors, token data and its sampler, metrics, reports and JSON, for
-   femtotron.h.
+/* femtotron_io.h: safetensors, token data and its sampler, checkpoints, metrics, reports and JSON,
+   for femtotron.h.
 
    Do this, in ONE C or C++ file of your program (elsewhere without the macro):
 
@@ -15,9 +15,10 @@
 
    WHAT IT DOES NOT DO
      No tokenizer, no downloads, no models split over several safetensors files, no big-endian host.
-     It writes no token shards and no training checkpoints, and reads no compressed data.
+     It writes no token shards, and reads no compressed data. Ranks of a checkpoint share a file
+     system: nothing is sent to one rank to be written, and none of it is compressed.
      JSON is written by the emitter here; of JSON read, the safetensors header needs no library, a
-     Hugging Face config.json needs cJSON.
+     Hugging Face config.json and a checkpoint's manifest need cJSON.
 
    CONTENTS  (find a part by searching for its mark)
      Declarations                                    Implementation
@@ -28,6 +29,8 @@
        >>data         files as one stream of tokens    >>data.impl
        >>sampler      which tokens a step sees         >>sampler.impl
        >>eval         which ones an evaluation sees    >>eval.impl
+       >>checkpoint   training state that survives     >>manifest.impl, >>reader.impl,
+                                                       >>checkpoint.impl, >>llama.impl
        >>json         an emitter for nested JSON       >>json.impl
        >>log          metrics as JSON lines            >>log.impl
        >>record       what a rank did in a step        >>record.impl
@@ -39,6 +42,13 @@
                    FEMTOTRON_IMPLEMENTATION switches on that of every header.
      FT_CJSON      adds >>hf, which parses with cJSON (<cjson/cJSON.h>, link -lcjson). Default off.
                    Set it, in every file that calls >>hf, where the library is installed.
+     FT_XXHASH     adds, together with FT_CJSON, >>checkpoint, which hashes with xxHash (<xxhash.h>,
+                   link -lxxhash). Default off. Checkpoints of a Llama are there where
+                   femtotron_llama.h is included before this header, also by the file with the
+                   implementation, which then needs POSIX (-std=c11 alone hides it where a system
+                   header comes first).
+     FT_IO_FAULT(call)   for tests: called before "write", "sync", "rename", "mkdir" and "open" of
+                   what is written; an errno that it gives is taken for the call's. Default 0.
 
    CONCEPTS AND COSTS
      mapping   Safetensors files and data are mapped, not read: opening costs page tables, and bytes
@@ -60,6 +70,9 @@
                alone, so a run continues identically on another number of ranks, and needs no state
                but the step. An evaluation takes windows 0, 1, 2, ... as they lie, each once.
 
+     checkpoint  A directory of safetensors files, one a rank, and a manifest. What each file holds
+               are runs of elements of whole arrays, so that any other mesh finds what it needs.
+
        operation                      memory                        time
        ft_io_safetensors_open         header + 150 B a tensor       n log n in the tensors
        ft_io_safetensors_finish       header + 1 MiB                one pass over the data
@@ -68,13 +81,21 @@
                                                                     all tokens of 8 or 16 bits
        ft_io_data_set_vocab           0                             a comparison a token, when read
        ft_io_sampler_index            0                             at most 48 hashes in the mean
+       ft_io_manifest_open            5 times the manifest, and its n log n in the runs
+                                      text while it is read
+       ft_io_llama_stage, _commit     12 bytes a parameter that     a copy; then, in a thread, one
+                                      the rank stores (AdamW),      pass of hashing and one of
+                                      until they are written        writing
+       ft_io_llama_resume             1 MiB and the manifest's      a pass over the blocks in which
+                                                                    the rank's elements lie
 
    OWNERSHIP, THREADS, ERRORS
      What _open or _create gives, the matching _close, _finish or _abandon takes back; pointers into
      it die with it. Files opened for reading may be used by any number of threads at once; a
-     writer, an emitter or a log by one at a time. Paths, names and keys that are passed in are
-     copied. Fallible functions return ft_status, and ft_last_error() names the file, what is wrong,
-     and where.
+     writer, an emitter, a log, a checkpoint or its reader by one at a time (a checkpoint has a
+     thread of its own, which touches nothing of the caller's). Paths, names and keys that are passed
+     in are copied. Fallible functions return ft_status, and ft_last_error() names the file, what is
+     wrong, and where.
 
    LETTERS  B batch of a rank, T tokens of a sequence, G samples of the global batch, N windows,
             R ranks, M micro-batches.
@@ -4728,18 +4749,27 @@ static void ft__io_drop_temporary(const ft_io_checkpoint *c)
     (void)ft_error(FT_ERR_IO, "%s", message);
 }
 
+/* A rank whose part failed says why where rank 0 looks, if that can be done: rank-R.failed. */
+static void ft__io_tell(const ft_io_checkpoint *c, const char *message)
+{
+    char name[40], half[48];
+    snprintf(name, sizeof name, "rank-%05d.failed", c->rank);
+    snprintf(half, sizeof half, "%s-half", name);
+    char *path = ft__io_join(c->temporary, name), *from = ft__io_join(c->temporary, half);
+    (void)mkdir(c->temporary, 0777); /* it may be that which failed */
+    if (path && from && ft__io_put_file(from, message, strlen(message)) == FT_OK)
+        (void)rename(from, path);
+    FT_FREE(path);
+    FT_FREE(from);
+}
+
 static ft_status ft__io_save(ft_io_checkpoint *c)
 {
-    char name[40];
     ft_status status = ft__io_write_part(c);
-    if (status != FT_OK && c->rank != 0) { /* says so where rank 0 looks, if that can be done */
+    if (status != FT_OK && c->rank != 0) {
         char message[1024];
         snprintf(message, sizeof message, "%s", ft_last_error());
-        snprintf(name, sizeof name, "rank-%05d.failed", c->rank);
-        char *path = ft__io_join(c->temporary, name);
-        (void)mkdir(c->temporary, 0777); /* it may be that which failed */
-        if (path != NULL) (void)ft__io_put_file(path, message, strlen(message));
-        FT_FREE(path);
+        ft__io_tell(c, message);
         return ft_error(status, "%s", message);
     }
     if (c->rank != 0) return status;

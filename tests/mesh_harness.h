@@ -1,4 +1,4 @@
-/* mesh_harness.h: a small Llama on any mesh, trained step by step, for tests of what outlives a run.
+/* mesh_harness.h: a small Llama on any mesh, trained step by step, for tests of what outlives it.
 
    Include after the headers, with their implementation:
 

@@ -78,7 +78,7 @@ int main(void)
 
 /* ----------------------------------------------------------------------------------- the files */
 
-static char base[128]; /* a directory of this program's, on a file system in memory if there is one */
+static char base[128]; /* a directory of this program's, in memory where that is possible */
 
 static void shell(const char *command)
 {
@@ -247,7 +247,8 @@ static void run(job *j)
     if (launch_job(j) != FT_OK) fail_msg("%s: %s", mh_text(j->l), ft_last_error());
 }
 
-static void assert_losses(const job *got, const job *want, int64_t from, int64_t to, double tolerance)
+static void assert_losses(const job *got, const job *want, int64_t from, int64_t to,
+                          double tolerance)
 {
     for (int64_t s = from; s < to; s++)
         if (!(fabs(got->loss[s] - want->loss[s]) <= tolerance))
@@ -662,7 +663,7 @@ static void two_runs_in_one_directory_are_refused(void **state)
     if (ft_launch(&config, second_rank, NULL) != FT_OK) fail_msg("%s", ft_last_error());
 }
 
-/* -------------------------------------------------------------------------------- which are kept */
+/* ------------------------------------------------------------------------------ which are kept */
 
 static void the_last_written_are_kept_and_found(void **state)
 {
@@ -694,13 +695,15 @@ static void the_last_written_are_kept_and_found(void **state)
     assert_non_null(strstr(s.report.path, "a/step-00000006"));
 }
 
-/* ------------------------------------------------------------------------------------- manifests */
+/* ----------------------------------------------------------------------------------- manifests */
 
 #define HEX "\"0123456789abcdef\""
 #define PART0 "{\"name\":\"w\",\"shape\":[4,4],\"runs\":[0,2,4,4],\"xxh3\":[" HEX "]}"
 #define PART1 "{\"name\":\"w\",\"shape\":[4,4],\"runs\":[2,2,4,4],\"xxh3\":[" HEX "]}"
-#define FILE0 "{\"rank\":0,\"name\":\"a\",\"bytes\":100,\"header_xxh3\":" HEX ",\"arrays\":[" PART0 "]}"
-#define FILE1 "{\"rank\":1,\"name\":\"b\",\"bytes\":100,\"header_xxh3\":" HEX ",\"arrays\":[" PART1 "]}"
+#define FILE0 "{\"rank\":0,\"name\":\"a\",\"bytes\":100,\"header_xxh3\":" HEX ",\"arrays\":[" \
+    PART0 "]}"
+#define FILE1 "{\"rank\":1,\"name\":\"b\",\"bytes\":100,\"header_xxh3\":" HEX ",\"arrays\":[" \
+    PART1 "]}"
 #define MANIFEST "{\"format\":\"femtotron checkpoint\",\"version\":1,\"serial\":3,\"step\":12," \
     "\"ranks\":2,\"settings\":{\"a\":\"1\",\"b\":\"x\"},\"files\":[" FILE0 "," FILE1 "]," \
     "\"xxh3\":" HEX "}"
@@ -829,7 +832,7 @@ static void runs_meet_as_their_elements_do(void **state)
     }
 }
 
-/* ----------------------------------------------------------------------------------------- damage */
+/* -------------------------------------------------------------------------------------- damage */
 
 /* Any bit of any file: refused, by name. */
 static void a_changed_byte_is_found(void **state)
@@ -897,7 +900,8 @@ static void auto_takes_the_last_that_loads_and_says_why(void **state)
     assert_int_equal(then.begun, 2);
     assert_losses(&then, &whole, 2, 8, 0);
     assert_int_equal(then.hash, whole.hash);
-    if (!strstr(then.notes, "damaged (rank 1)") || !strstr(then.notes, "step-00000006/rank-00001") ||
+    if (!strstr(then.notes, "damaged (rank 1)") ||
+        !strstr(then.notes, "step-00000006/rank-00001") ||
         !strstr(then.notes, "step-00000004/manifest.json: its hash"))
         fail_msg("%s", then.notes);
     then.path = place("a/step-00000006"); /* this one and no other */

@@ -775,6 +775,43 @@ static void continues_identically_at_any_step(void **state)
 
 /* ----------------------------------------------------------------------------------- evaluation */
 
+/* Global batches of 4, then 6, then 5: together the endless sequence, without a gap, a repetition,
+   or a difference at the end of an epoch. */
+static void continues_where_it_was_with_another_batch(void **state)
+{
+    (void)state;
+    enum { T = 8, N = 37 };
+    static const int64_t batch[] = {4, 6, 5}, steps[] = {7, 9, 20};
+    static int64_t tokens[T * N + 1];
+    const char *path = write_shard("again", 1, 0, tokens, T * N + 1);
+    ft_io_data *data = open_files(&path, 1, 1);
+    ft_io_sampler one, sampler;
+    int64_t step = 0, samples = 0;
+    assert_ok(ft_io_sampler_init(&one, data, T, 1, 5));
+    assert_int_equal(one.windows, N);
+    for (int k = 0; k < 3; k++) {
+        assert_ok(ft_io_sampler_init(&sampler, data, T, batch[k], 5));
+        assert_ok(ft_io_sampler_resume(&sampler, step, samples));
+        for (int64_t s = 0; s < steps[k]; s++, step++)
+            for (int64_t b = 0; b < batch[k]; b++, samples++) {
+                int64_t want, want_epoch, got, epoch;
+                assert_ok(ft_io_sampler_index(&one, samples, 0, &want, &want_epoch));
+                assert_ok(ft_io_sampler_index(&sampler, step, b, &got, &epoch));
+                assert_int_equal(got, want);
+                assert_int_equal(epoch, want_epoch);
+            }
+    }
+    assert_ok(ft_io_sampler_resume(&sampler, 10, 3)); /* steps before have no place */
+    assert_error(ft_io_sampler_index(&sampler, 9, 0, &step, NULL), FT_ERR_ARG, "step 9", "resumed");
+    assert_ok(ft_io_sampler_resume(&sampler, 0, INT64_MAX - 4));
+    assert_ok(ft_io_sampler_index(&sampler, 0, 4, &step, NULL));
+    assert_error(ft_io_sampler_index(&sampler, 1, 0, &step, NULL), FT_ERR_ARG, "step 1", "resumed");
+    assert_error(ft_io_sampler_resume(&sampler, -1, 0), FT_ERR_ARG, "step -1", "resume");
+    assert_error(ft_io_sampler_resume(&sampler, 1, -1), FT_ERR_ARG, "-1 samples", "resume");
+    assert_error(ft_io_sampler_resume(NULL, 0, 0), FT_ERR_ARG, "resume", "not initialised");
+    ft_io_data_close(data);
+}
+
 static void evaluation_sees_each_window_once(void **state)
 {
     (void)state;
@@ -959,6 +996,7 @@ int main(void)
         TEST(each_epoch_has_each_window_once),
         TEST(the_order_is_that_of_the_stream_alone),
         TEST(continues_identically_at_any_step),
+        TEST(continues_where_it_was_with_another_batch),
         TEST(evaluation_sees_each_window_once),
         TEST(refuses_bad_evaluations),
         TEST(the_loss_of_an_evaluation_is_that_of_its_windows),

@@ -247,7 +247,8 @@ static int owners(const mh_layout *l, const char *name)
 {
     int D = l->shard_ranks ? l->shard_ranks : l->dp;
     int copies = l->stage == 0 ? l->dp : l->dp / D;
-    int norm = strstr(name, "norm") || strstr(name, "o_proj.bias") || strstr(name, "down_proj.bias");
+    int norm = strstr(name, "norm") || strstr(name, "o_proj.bias") ||
+               strstr(name, "down_proj.bias");
     int stages = l->tied && l->pp > 1 && strstr(name, "embed_tokens") ? 2 : 1;
     return copies * (norm ? l->tp : 1) * stages;
 }
