@@ -493,8 +493,9 @@ static int64_t last_step(const char *dir)
     return step;
 }
 
-/* Case 26. 200 deaths: the first at each of the calls that saving makes in turn, the others at
-   moments of a generator, while steps are saved, and saved again over themselves. */
+/* Case 26. 200 deaths, while steps are saved, and saved again over themselves: 104 at the calls that
+   saving makes, one after another; 26 at each renaming, when the last one is being replaced; the
+   others at moments of a generator. */
 static void killed_at_any_moment_of_saving(void **state)
 {
     (void)state;
@@ -502,13 +503,16 @@ static void killed_at_any_moment_of_saving(void **state)
     int killed = 0;
     for (int k = 0; k < 200; k++) {
         struct timespec pause;
-        int ended, at_call = k < 130;
-        store s = make_store(place("a"), last < 0 ? 1 : last + k % 2, at_call ? 3 : 40);
+        int ended, at_call = k < 130, renaming = at_call && k % 5 == 4 && last > 0;
+        store s = make_store(place("a"), last < 0 ? 1 : last + (k % 2 && !renaming),
+                             at_call ? 3 : 40);
         s.keep = 2;
         s.again = k % 3 == 0;
+        if (renaming) s.saves = 1;
         pid_t child = fork();
         if (child == 0) {
-            set_fault(NULL, at_call ? k + 1 : 0, 0);
+            set_fault(renaming ? "rename" : NULL, renaming ? k / 5 % 9 + 1 : at_call ? k + 1 : 0,
+                      0);
             _exit(launch_store(&s) == FT_OK ? 0 : 1);
         }
         pause.tv_sec = 0;
