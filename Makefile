@@ -61,14 +61,18 @@ native = $(shell for flag in -march=native -mcpu=native; do \
     $(CC) $$flag -c build/compiler.c -o build/compiler.o >/dev/null 2>&1 && echo $$flag && break; \
     done)
 
+# With cJSON and xxHash, for checkpoints, where they are here.
 ifeq ($(CBLAS),1)
-TRAINER_FEATURES = $(shell sh tools/features.sh $(CC) | sed -n "s/^FT_CFLAGS='\(.*\)'/\1/p")
-TRAINER_LIBS = $(shell sh tools/features.sh $(CC) | sed -n "s/^FT_LIBS='\(.*\)'/\1/p")
+TRAINER_FEATURES = $$FT_CFLAGS
+TRAINER_LIBS = $$FT_LIBS
+else
+TRAINER_FEATURES = $$FT_PLAIN_CFLAGS
+TRAINER_LIBS = $$FT_PLAIN_LIBS
 endif
 
-build/train_llama: examples/train_llama.c $(HEADERS) | compiler ## the single-file trainer
-	$(strip $(CC) -std=c11 -I. -O3 $(native) $(TRAINER_FEATURES) $< -o $@ $(TRAINER_LIBS) \
-	    $(SYSTEM_LIBS))
+build/train_llama: examples/train_llama.c $(HEADERS) build/features ## the single-file trainer
+	@. build/features; set -x; $(CC) -std=c11 -I. -O3 $(native) $(TRAINER_FEATURES) $< -o $@ \
+	    $(TRAINER_LIBS) $(SYSTEM_LIBS)
 
 # The trainer for GPUs: machine code for Ampere and Hopper, and PTX that the driver compiles for others.
 NVCC ?= nvcc
@@ -84,12 +88,13 @@ build/femtotron_kernels.o: femtotron_kernels.cu femtotron.h
 	    "Toolkit (12.4 or later) and put its bin/ on PATH, or set NVCC" >&2; exit 1; }
 	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) -c $< -o $@)
 
-# With NCCL where its header is.
+# With cJSON and xxHash, and with NCCL, where they are.
+cuda_features = $(shell sh tools/features.sh "$(NVCC)" | sed -n "s/^FT_PLAIN_[A-Z]*='\(.*\)'/\1/p")
 nccl = $(shell echo '\#include <nccl.h>' | $(NVCC) -E -x cu - >/dev/null 2>&1 && echo -DFT_NCCL -lnccl)
 
 build/train_llama_cuda: examples/train_llama.c build/femtotron_kernels.o $(HEADERS)
 	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt \
-	    $(nccl))
+	    $(cuda_features) $(nccl))
 
 build/memory_tables_cuda: examples/memory_tables.c examples/train_llama.c \
     build/femtotron_kernels.o $(HEADERS)
@@ -186,9 +191,10 @@ build/tsan/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
 $(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_memory_tables $(dir)/test_arena): \
     examples/memory_tables.c examples/train_llama.c
 
-build/asan/train_llama: examples/train_llama.c $(HEADERS) | compiler
+build/asan/train_llama: examples/train_llama.c $(HEADERS) build/features
 	@mkdir -p $(@D)
-	$(CC) $(C_FLAGS) -g $(ASAN) $< -o $@ $(SYSTEM_LIBS)
+	@. build/features; set -x; $(CC) $(C_FLAGS) -g $(ASAN) $$FT_PLAIN_CFLAGS $< -o $@ \
+	    $$FT_PLAIN_LIBS $(SYSTEM_LIBS)
 
 PLAIN_TESTS := $(filter test_ops test_golden,$(TESTS))
 # Tests in which ranks talk to each other: the ones that run again with delays and under TSan.
@@ -196,11 +202,11 @@ RANK_TESTS ?= $(filter test_comm test_tp test_llama test_options test_3d,$(TESTS
 # The same for the sanitizers, under which programs are 3 to 15 times slower: these reach every part
 # in minutes. make async RANK_TESTS="...", make asan ASAN_TESTS="...", make tsan TSAN_TESTS="..." run others.
 ASAN_TESTS ?= $(filter test_comm test_io test_data test_megatron test_jsonl test_documents \
-    test_ops test_tape test_llama test_options test_tp test_pp_schedule,$(TESTS))
+    test_ops test_tape test_llama test_options test_tp test_pp_schedule test_state test_checkpoint,$(TESTS))
 TSAN_TESTS ?= $(filter test_comm test_tp test_data test_3d test_arena,$(TESTS))
 # Tests that run again with the caching allocator: all that launch ranks.
 CACHING_TESTS ?= $(filter-out test_io test_data test_megatron test_jsonl test_pp_schedule \
-    test_memory_tables test_arena,$(TESTS))
+    test_memory_tables test_arena test_checkpoint,$(TESTS))
 
 RUN_TESTS = sh tools/run_tests.sh -t $(TEST_TIMEOUT)
 
