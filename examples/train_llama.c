@@ -921,7 +921,8 @@ static ft_status checkpoint_settings(trainer *t, int64_t step) {
     };
     ft_io_sampler_state data;
     size_t i;
-    FT_TRY(ft_io_sampler_state_get(&t->sampler, step, &data));
+    memset(&data, 0, sizeof data); /* a plan has no data */
+    if (t->work->sampler) FT_TRY(ft_io_sampler_state_get(&t->sampler, step, &data));
     FT_TRY(ft_io_checkpoint_set(c, "sampler.samples", "%lld", (long long)data.samples));
     FT_TRY(ft_io_checkpoint_set(c, "sampler.seq_len", "%lld", (long long)data.seq_len));
     FT_TRY(ft_io_checkpoint_set(c, "sampler.windows", "%lld", (long long)data.windows));
