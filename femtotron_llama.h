@@ -33,7 +33,8 @@
      Declarations                            Implementation
        >>config    sizes and switches          >>config.impl
        >>model     create, loss, logits        >>describe.impl, >>init.impl, >>forward.impl
-       >>params    Hugging Face names, hash    >>params.impl
+       >>params    Hugging Face names, hash,   >>params.impl
+                   what a rank holds of each
 
    OPTIONS  (define before the include that has the implementation)
      FEMTOTRON_LLAMA_IMPLEMENTATION   the implementation of this header alone. Default: off;
@@ -237,6 +238,30 @@ FT_API ft_status ft_llama_import(ft_llama *model, const ft_llama_param *param, c
 FT_API ft_status ft_llama_export_grad(ft_llama *model, const ft_llama_param *param, float *values);
 /* The reduced gradient, between the last backward of a step and ft_zero_step_end. A collective
    call. */
+/* What a rank holds of a parameter, for files. Elements are counted in the whole parameter,
+   row-major: `count` runs of n elements, the first at `first`, each `stride` after the one before
+   (count 1: stride is n). A slice of columns is a run for each row. */
+typedef struct ft_llama_run { int64_t first, n, stride, count; } ft_llama_run;
+
+enum { FT_LLAMA_MAX_RUNS = 3 };
+
+typedef struct ft_llama_piece {
+    ft_tensor *tensor;     /* ft_zero's, to be read and written by ft_zero_state_read and _write: */
+    int64_t first, elems;  /* elements first..first+elems-1 of it; elems 0: nothing is here */
+    int n_runs;            /* the same elements, in the same order, which is ascending */
+    ft_llama_run run[FT_LLAMA_MAX_RUNS];
+} ft_llama_piece;
+
+FT_API ft_status ft_llama_owned(ft_llama *model, const ft_llama_param *param,
+                                ft_llama_piece *piece);
+/* All that this rank owns of it (ft_zero_owned): of the stage that has it, of the tp slice, of the
+   ZeRO shard; rows that pad a vocabulary are left out, and a tied table is owned on both stages.
+   Local. Whoever loads a parameter writes it on every rank that owns it. */
+FT_API ft_status ft_llama_stored(ft_llama *model, const ft_llama_param *param,
+                                 ft_llama_piece *piece);
+/* The part of it that this rank stores, so that over the world each element is stored once: what
+   several ranks own (dp replicas; a weight that tp does not cut) is dealt out in equal parts in the
+   order of (tp, replica), and of a tied table on two stages the first stores. Local. */
 FT_API ft_status ft_llama_hash(ft_llama *model, uint64_t *hash);
 /* FNV-1a, 64 bit, over the little-endian bytes of the fp32 master weights in canonical order, so
    independent of the layout. Streamed, 256 KiB (cut over tp or pp: the largest tensor and two
@@ -1221,6 +1246,73 @@ FT_API ft_status ft_llama_import(ft_llama *m, const ft_llama_param *p, const flo
         if (to[k]) FT_TRY(ft_zero_import(m->zero, to[k], k ? 0 : p->first_elem, n, local));
     ft_host_free(m->ctx, local);
     return FT_OK;
+}
+
+/* Elements a..b-1 of this rank's slice (row-major, no padding among them) as runs of the whole. Of
+   cut columns: the end of a row, whole rows of the slice, the beginning of a row. */
+static void ft__llama_runs(const ft_tp_slice *slice, int64_t a, int64_t b, ft_llama_piece *piece)
+{
+    int64_t cols = slice->local_cols;
+    int cut = cols != slice->cols;
+    while (a < b) {
+        ft_llama_run *run = &piece->run[piece->n_runs++];
+        int64_t left = cut ? cols - a % cols : b - a; /* of the row */
+        run->first = ft_tp_global_elem(slice, a);
+        run->n = run->stride = left < b - a ? left : b - a;
+        run->count = 1;
+        if (cut && a % cols == 0 && b - a >= 2 * cols) {
+            run->stride = slice->cols;
+            run->count = (b - a) / cols;
+        }
+        a += run->n * run->count;
+    }
+}
+
+/* Part `index` of `count` equal ones of what the rank owns. */
+static ft_status ft__llama_piece_of(ft_llama *m, const ft_llama_param *p, ft_tensor *tensor,
+                                    int64_t pack_first, int index, int count,
+                                    ft_llama_piece *piece)
+{
+    int64_t first, n, real = p->slice.local_rows * p->slice.local_cols;
+    FT_TRY(ft_zero_owned(m->zero, tensor, &first, &n));
+    if (p->cut == FT_TP_VOCAB) { /* the last rows may be padding */
+        int64_t row = ft_tp_global_row(&p->slice, 0), rows = row < 0 ? 0 : p->shape[0] - row;
+        if (rows < p->slice.local_rows) real = rows * p->slice.local_cols;
+    }
+    int64_t a = first > pack_first ? first - pack_first : 0, b = first + n - pack_first;
+    if (b > real) b = real;
+    if (a >= b) return FT_OK;
+    n = b - a;
+    b = a + n / count * (index + 1) + n % count * (index + 1) / count;
+    a += n / count * index + n % count * index / count;
+    if (a >= b) return FT_OK;
+    piece->tensor = tensor;
+    piece->first = pack_first + a;
+    piece->elems = b - a;
+    ft__llama_runs(&p->slice, a, b, piece);
+    return FT_OK;
+}
+
+FT_API ft_status ft_llama_owned(ft_llama *m, const ft_llama_param *p, ft_llama_piece *piece)
+{
+    memset(piece, 0, sizeof *piece);
+    FT_TRY(ft__llama_check_param(m, "ft_llama_owned", p));
+    if (p->pack) return ft__llama_piece_of(m, p, p->pack, p->first_elem, 0, 1, piece);
+    return p->twin ? ft__llama_piece_of(m, p, p->twin, 0, 0, 1, piece) : FT_OK;
+}
+
+FT_API ft_status ft_llama_stored(ft_llama *m, const ft_llama_param *p, ft_llama_piece *piece)
+{
+    int index, count;
+    memset(piece, 0, sizeof *piece);
+    FT_TRY(ft__llama_check_param(m, "ft_llama_stored", p));
+    if (!p->pack) return FT_OK; /* of another stage, or a tied table's copy */
+    ft_zero_replica(m->zero, &index, &count);
+    if (p->cut == FT_TP_WHOLE) {
+        index += count * m->tp_rank;
+        count *= m->tp_size;
+    }
+    return ft__llama_piece_of(m, p, p->pack, p->first_elem, index, count, piece);
 }
 
 static uint64_t ft__llama_fnv_floats(uint64_t hash, const float *values, int64_t n)

@@ -111,9 +111,16 @@
      A buffer is freed after the work queued on the stream that used it last; nothing blocks the
      host.
 
-   CONTENTS   >>config >>units >>verbs >>step >>weights, then the implementation:
+   WHAT A RANK OWNS  (>>state), for who stores training state and brings it back
+     A rank reads and writes the elements that it owns without the others: in stage 0 all, else its
+     shard '#' of the drawing (of frozen weights too, also where stages 1 and 2 keep them whole). So
+     the ranks that share one copy of the state own each element once; dp ranks of stage 0 and the
+     copies of hybrid sharding [H1] own the same. Each element has n_state + 1 fp32 numbers: its
+     master, then the optimizer's; a frozen one its value alone.
+
+   CONTENTS   >>config >>units >>verbs >>step >>weights >>state, then the implementation:
      >>structures.impl >>zero kernels.impl >>schedule.impl >>describe.impl >>weights.impl
-     >>verbs.impl >>regions.impl >>step.impl >>formula.impl
+     >>state.impl >>verbs.impl >>regions.impl >>step.impl >>formula.impl
 
    OWNERSHIP, THREADS, ERRORS  All is owned by the context. A ft_zero belongs to its rank's thread.
      Each verb checks the unit's state and refuses a wrong order with FT_ERR_STATE.
@@ -335,6 +342,37 @@ FT_API ft_status ft_zero_export_grad(ft_zero *zero, ft_tensor *param, int64_t fi
 /* values[n] = the reduced gradient of param; between the last backward and step_end. A collective
    call. */
 
+/* ------------------------------------------------------------------------------------- >>state */
+
+FT_API int ft_zero_state_count(const ft_zero *zero);
+/* fp32 numbers that the optimizer keeps of each element beside the master: AdamW 2 (m, v), SGD 1,
+   or 0 without momentum. */
+FT_API ft_status ft_zero_owned(ft_zero *zero, const ft_tensor *param, int64_t *first, int64_t *n);
+/* Elements first..first+n-1 of param (this rank's tensor, which tp may have cut) are this rank's
+   own; n = 0: none. See WHAT A RANK OWNS. */
+FT_API void ft_zero_replica(const ft_zero *zero, int *index, int *count);
+/* `count` ranks own what this rank owns, with the same bits; it is number `index` of them: to share
+   the work of storing it. tp and pp are not counted: they are the model's. */
+FT_API ft_status ft_zero_state_read(ft_zero *zero, const ft_tensor *param, int array, int64_t first,
+                                    int64_t n, float *values);
+/* values[n] = elements first..first+n-1 of param's array: 0 the fp32 master (where there is none
+   the weight, widened), 1 .. ft_zero_state_count the optimizer's. Local: no traffic, no memory of
+   the device; waits for the compute stream. Between steps; FT_ERR_ARG, naming both ranges, for what
+   the rank does not own. Zeros on meta. */
+FT_API ft_status ft_zero_state_write(ft_zero *zero, ft_tensor *param, int array, int64_t first,
+                                     int64_t n, const float *values);
+/* The reverse. The weights that ops read are not changed (or not all of them) before
+   ft_zero_state_commit. Replicas must be given the same values. */
+FT_API ft_status ft_zero_progress_get(ft_zero *zero, int64_t *updates, int64_t *skipped);
+FT_API ft_status ft_zero_progress_set(ft_zero *zero, int64_t updates, int64_t skipped);
+/* Steps that changed weights, on which AdamW's bias correction depends, and those that did not.
+   Local; 0 .. 2^31 - 1, the same on all ranks. */
+FT_API ft_status ft_zero_state_commit(ft_zero *zero);
+/* After writes: the weights become the masters, rounded to the dtype, and are gathered as at the
+   end of a step, so that all is as if it had been trained up to here. A collective call, between
+   steps: FT_ERR_COMM on every rank, naming ranks and values, unless all have the same progress.
+   Sent: in stages 1 and 2 P (D-1)/D, else nothing. */
+
 /* How a step uses the units. The formulas hold for units entered one after another, each once a
    micro-batch, and for a model whose first unit's backward reads no weights (an embedding), and
    whose last unit is entered with FT_ZERO_KEEP. In a pipeline the first rank of the mesh's pp has
@@ -367,6 +405,7 @@ FT_API ft_status ft_zero_formula_get(const ft_zero *zero, const ft_zero_use *use
 #define FEMTOTRON_ZERO_IMPLEMENTATION_DONE
 
 #include <math.h>
+#include <stdio.h>
 #include <string.h>
 
 /* -------------------------------------------------------------------------- >>structures.impl */
@@ -1395,6 +1434,183 @@ FT_API ft_status ft_zero_export_grad(ft_zero *zero, ft_tensor *param, int64_t fi
     FT_TRY(ft_stream_wait(zero->compute, u->reduce_done)); /* [E4] */
     ft_tensor *whole = zero->config.stage == 0 ? u->flat[0].grad : NULL;
     return ft__zero_collect_all(zero, whole, shard, u->flat[0].shard, p->offset + first, n, values);
+}
+
+/* -------------------------------------------------------------------------------- >>state.impl */
+
+FT_API int ft_zero_state_count(const ft_zero *zero) { return zero->config.optimizer.n_state; }
+
+FT_API void ft_zero_replica(const ft_zero *zero, int *index, int *count)
+{
+    int whole = zero->config.stage == 0;
+    *index = whole ? zero->dp_rank : zero->dp_rank / zero->D;
+    *count = whole ? zero->dp : zero->dp / zero->D;
+}
+
+static ft__zero_flat *ft__zero_flat_of(ft_zero *z, const ft__zero_param *p)
+{
+    return &z->units[p->unit].flat[p->flags & FT_ZERO_FROZEN ? 1 : 0];
+}
+
+/* Which elements of its flat this rank's buffers hold: [0] all of it, else the shard. */
+static void ft__zero_held(const ft_zero *z, const ft__zero_flat *f, int64_t *start, int64_t *len)
+{
+    *start = z->config.stage == 0 ? 0 : z->rank * f->shard;
+    *len = z->config.stage == 0 ? f->padded : f->shard;
+}
+
+static ft_status ft__zero_owned_part(ft_zero *z, const ft_tensor *param, ft__zero_param **p,
+                                     int64_t *first, int64_t *n)
+{
+    int64_t start, len, in_buffer;
+    *p = ft__zero_find(z, param);
+    if (!*p || !z->committed)
+        return ft_error(FT_ERR_ARG, "%s is not a parameter of this ft_zero, or it is not committed",
+                        param->name ? param->name : "the tensor");
+    ft__zero_held(z, ft__zero_flat_of(z, *p), &start, &len);
+    *n = ft__zero_common((*p)->offset, ft_numel(param), start, len, first, &in_buffer);
+    if (*n < 1) *first = *n = 0;
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_owned(ft_zero *zero, const ft_tensor *param, int64_t *first, int64_t *n)
+{
+    ft__zero_param *p;
+    return ft__zero_owned_part(zero, param, &p, first, n);
+}
+
+/* A view of the elements in this rank's buffer of the array. */
+static ft_status ft__zero_state_view(ft_zero *z, const ft_tensor *param, int array, int64_t first,
+                                     int64_t n, ft_tensor **view)
+{
+    ft__zero_param *p;
+    int64_t own, owned, start, len;
+    FT_TRY(ft__zero_owned_part(z, param, &p, &own, &owned));
+    int frozen = p->flags & FT_ZERO_FROZEN, most = frozen ? 0 : ft_zero_state_count(z);
+    if (z->in_step)
+        return ft_error(FT_ERR_STATE, "the state of %s is read and written between steps: call "
+                        "ft_zero_step_end first", param->name);
+    if (array < 0 || array > most)
+        return ft_error(FT_ERR_ARG, "%s has the arrays 0 to %d (%s), not %d", param->name, most,
+                        frozen ? "frozen" : z->config.optimizer.name, array);
+    if (n < 1 || first < own || n > owned || first - own > owned - n)
+        return ft_error(FT_ERR_ARG, "%s: this rank owns %lld elements from %lld on, not %lld from "
+                        "%lld on", param->name, (long long)owned, (long long)own, (long long)n,
+                        (long long)first);
+    ft__zero_flat *f = ft__zero_flat_of(z, p);
+    ft__zero_held(z, f, &start, &len);
+    ft_tensor *buffer = array ? f->state[array - 1] : f->master;
+    if (!buffer) buffer = z->config.stage == 0 ? f->full : f->mine;
+    FT_TRY(ft_stream_wait(z->compute, z->units[p->unit].gather_done)); /* [E2] [E5] */
+    return ft_tensor_view(buffer, view, p->offset + first - start, 1, &n);
+}
+
+/* Of bf16 the values' second half takes the bits, which are then widened from the front. */
+FT_API ft_status ft_zero_state_read(ft_zero *zero, const ft_tensor *param, int array, int64_t first,
+                                    int64_t n, float *values)
+{
+    ft_tensor *view;
+    FT_TRY(ft__zero_state_view(zero, param, array, first, n, &view));
+    int narrow = view->dtype == FT_BF16;
+    char *bits = (char *)values + (narrow ? (size_t)n * sizeof(uint16_t) : 0);
+    ft_status status = ft_download(view, bits);
+    ft_tensor_free(view);
+    for (int64_t i = 0; narrow && i < n && status == FT_OK; i++) {
+        uint16_t half;
+        memcpy(&half, bits + (size_t)i * sizeof half, sizeof half);
+        values[i] = ft_f32_from_bf16(half);
+    }
+    return status;
+}
+
+/* Rounds on the host, in pieces. */
+static ft_status ft__zero_write_bf16(ft_tensor *to, int64_t n, const float *values)
+{
+    uint16_t bits[2048];
+    for (int64_t at = 0; at < n; at += 2048) {
+        int64_t piece = n - at < 2048 ? n - at : 2048;
+        ft_tensor *view;
+        for (int64_t i = 0; i < piece; i++) bits[i] = ft_bf16_from_f32(values[at + i]);
+        FT_TRY(ft_tensor_view(to, &view, at, 1, &piece));
+        FT_TRY(ft_upload(view, bits));
+        ft_tensor_free(view);
+    }
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_state_write(ft_zero *zero, ft_tensor *param, int array, int64_t first,
+                                     int64_t n, const float *values)
+{
+    ft_tensor *view;
+    FT_TRY(ft__zero_state_view(zero, param, array, first, n, &view));
+    ft_status status = view->dtype == FT_BF16 ? ft__zero_write_bf16(view, n, values)
+                                              : ft_upload(view, values);
+    ft_tensor_free(view);
+    zero->weights_ready = ft_event_record(zero->compute);
+    return status;
+}
+
+FT_API ft_status ft_zero_progress_get(ft_zero *zero, int64_t *updates, int64_t *skipped)
+{
+    int32_t count[2];
+    if (!zero->committed)
+        return ft_error(FT_ERR_STATE, "ft_zero_progress_get before ft_zero_commit");
+    FT_TRY(ft_download(zero->updates, count));
+    *updates = count[0];
+    *skipped = count[1];
+    return FT_OK;
+}
+
+FT_API ft_status ft_zero_progress_set(ft_zero *zero, int64_t updates, int64_t skipped)
+{
+    int32_t count[2];
+    if (!zero->committed || zero->in_step)
+        return ft_error(FT_ERR_STATE, "ft_zero_progress_set %s", zero->in_step ?
+                        "within a step" : "before ft_zero_commit");
+    if (updates < 0 || skipped < 0 || updates > INT32_MAX || skipped > INT32_MAX)
+        return ft_error(FT_ERR_ARG, "%lld updates and %lld skipped ones: 0 to %d each",
+                        (long long)updates, (long long)skipped, INT32_MAX);
+    count[0] = (int32_t)updates;
+    count[1] = (int32_t)skipped;
+    return ft_upload(zero->updates, count);
+}
+
+static ft_status ft__zero_agree_progress(ft_zero *z)
+{
+    char text[96];
+    int64_t updates, skipped;
+    FT_TRY(ft_zero_progress_get(z, &updates, &skipped));
+    snprintf(text, sizeof text, "ZeRO: progress of %lld updates, %lld skipped", (long long)updates,
+             (long long)skipped);
+    return ft__zero_agree(z->scalars, text, 0);
+}
+
+static ft_status ft__unit_evict(ft_zero *z, int unit);
+
+FT_API ft_status ft_zero_state_commit(ft_zero *zero)
+{
+    int gathers = zero->D > 1 && (zero->config.stage == 1 || zero->config.stage == 2);
+    if (!zero->committed || zero->in_step)
+        return ft_error(FT_ERR_STATE, "ft_zero_state_commit %s", zero->in_step ?
+                        "within a step" : "before ft_zero_commit");
+    FT_TRY(ft__zero_agree_progress(zero));
+    for (ft__zero_span *s = zero->spans; s; s = s->next)
+        if (s->master) FT_TRY(ft_copy(s->weight, s->master, zero->compute));
+    zero->weights_ready = ft_event_record(zero->compute);
+    if (gathers) FT_TRY(ft_stream_wait(zero->gather_stream, zero->weights_ready)); /* [E1] */
+    for (int u = 0; u < zero->n_units; u++) {
+        ft__zero_unit *unit = &zero->units[u];
+        if (zero->shards_weights && unit->gathered)
+            return ft_error(FT_ERR_STATE, "ft_zero_state_commit while unit %s is gathered: release "
+                            "it first", unit->name);
+        FT_TRY(ft__unit_evict(zero, u)); /* fetched ahead: the old weights */
+        for (int k = 0; k < 2 && gathers; k++)
+            if (unit->flat[k].elems)
+                FT_TRY(ft_all_gather(zero->gather, zero->gather_stream, unit->flat[k].mine,
+                                     unit->flat[k].full));
+        if (gathers) unit->gather_done = ft_event_record(zero->gather_stream);
+    }
+    return FT_OK;
 }
 
 /* -------------------------------------------------------------------------------- >>verbs.impl */
