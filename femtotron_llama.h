@@ -193,6 +193,8 @@ FT_API ft_status ft_llama_boundary(const ft_llama *model, int64_t B, int64_t T, 
                                    int64_t shape[3]);
 /* The shape of what travels between stages; its dtype is the model's. */
 
+FT_API const ft_llama_config *ft_llama_config_get(const ft_llama *model);
+/* What it was made from, with its zeros filled in. NULL for NULL. */
 FT_API ft_status ft_llama_loss(ft_llama *model, ft_tensor *tokens, ft_tensor *labels,
                                ft_tensor *scale, const ft_sac *sac, ft_tensor **loss);
 /* tokens, labels int32 [B,T], T <= max_tokens: labels[b,t] is the token that follows tokens[b,t],
@@ -1071,6 +1073,11 @@ FT_API ft_status ft_llama_boundary(const ft_llama *m, int64_t B, int64_t T, int 
     shape[1] = cut ? m->config.hidden : T;
     shape[2] = m->config.hidden;
     return cut ? ft_tp_check(m->tp_size, 1, 0, 0, 0, B, T) : FT_OK;
+}
+
+FT_API const ft_llama_config *ft_llama_config_get(const ft_llama *m)
+{
+    return m ? &m->config : NULL;
 }
 
 FT_API ft_status ft_llama_loss(ft_llama *m, ft_tensor *tokens, ft_tensor *labels, ft_tensor *scale,
