@@ -4855,7 +4855,7 @@ FT_API ft_io_export ft_io_export_default(void)
 }
 
 static const char ft__io_manifest[] = "femtotron_export.txt";
-static const char ft__io_manifest_head[] = "The files of an export, which another one may replace:\n";
+static const char ft__io_manifest_head[] = "The files of an export, which another one may replace:";
 
 /* The text of an earlier export's list in a directory, or NULL in *text; to be freed. */
 static ft_status ft__io_manifest_read(const char *directory, char **text)
@@ -5204,7 +5204,7 @@ static ft_status ft__io_out_directory(ft__io_out *o, const ft_io_hf_config *conf
 {
     const int64_t most = options->max_shard_bytes > 0 ? options->max_shard_bytes : 5000000000LL;
     char *path;
-    FT_TRY(ft__io_out_note(o, "The files of an export, which another one may replace:"));
+    FT_TRY(ft__io_out_note(o, ft__io_manifest_head));
     FT_TRY(ft__io_out_weights(o, (size_t)most));
     FT_TRY(ft__io_join(o->temporary, "config.json", &path));
     ft_status status = ft_io_hf_config_write(config, path);
@@ -5219,7 +5219,7 @@ static ft_status ft__io_out_directory(ft__io_out *o, const ft_io_hf_config *conf
 }
 
 /* Removes an export's directory: what its list names, the list, itself. Whatever else is in it
-   stays, and then so does the directory. `files` 0: all files, of one that is not finished. */
+   stays, and then so does the directory. `listed` 0: all files, of one that is not finished. */
 static void ft__io_out_remove(const char *directory, int listed)
 {
     char *manifest = NULL, *path;
