@@ -4713,7 +4713,7 @@ FT_API ft_status ft_io_llama_hf_config(const ft_llama_config *model, const ft_io
 
 enum { FT__IO_FLOATS = 1 << 18 }; /* of a piece, 1 MiB of them */
 
-typedef struct ft__io_load {
+typedef struct ft__io_in {
     ft_zero *zero;
     ft__io_reader reader;
     float *values;           /* [FT__IO_FLOATS] */
@@ -4721,9 +4721,9 @@ typedef struct ft__io_load {
     ft_tensor *tensor;
     int64_t at;              /* where values[0] belongs in `tensor` */
     int64_t n;
-} ft__io_load;
+} ft__io_in;
 
-static ft_status ft__io_load_flush(ft__io_load *l)
+static ft_status ft__io_in_flush(ft__io_in *l)
 {
     if (l->n > 0) FT_TRY(ft_zero_state_write(l->zero, l->tensor, 0, l->at, l->n, l->values));
     l->at += l->n;
@@ -4732,13 +4732,13 @@ static ft_status ft__io_load_flush(ft__io_load *l)
 }
 
 /* Elements first..first+n-1 of the file's tensor, to the end of the values. */
-static ft_status ft__io_load_run(ft__io_load *l, int64_t first, int64_t n)
+static ft_status ft__io_in_run(ft__io_in *l, int64_t first, int64_t n)
 {
     const ft_io_dtype dtype = l->w->tensor->dtype;
     const size_t wide = (size_t)ft_io_dtype_bits(dtype) / 8;
     const int64_t most = (int64_t)(FT__IO_PIECE / wide);
     for (int64_t k; n > 0; first += k, n -= k) {
-        if (l->n == FT__IO_FLOATS) FT_TRY(ft__io_load_flush(l));
+        if (l->n == FT__IO_FLOATS) FT_TRY(ft__io_in_flush(l));
         k = FT__IO_FLOATS - l->n < n ? FT__IO_FLOATS - l->n : n;
         if (k > most) k = most;
         void *to = dtype == FT_IO_F32 ? (void *)(l->values + l->n) : (void *)l->reader.bytes;
@@ -4751,7 +4751,7 @@ static ft_status ft__io_load_run(ft__io_load *l, int64_t first, int64_t n)
 
 /* Runs of a few KiB, as columns are cut: as many as fit come in one read, gaps and all. A gap of
    16 KiB costs about what a call costs. */
-static ft_status ft__io_load_strided(ft__io_load *l, const ft_llama_run *run)
+static ft_status ft__io_in_strided(ft__io_in *l, const ft_llama_run *run)
 {
     const ft_io_dtype dtype = l->w->tensor->dtype;
     const int64_t wide = ft_io_dtype_bits(dtype) / 8, piece = (int64_t)FT__IO_PIECE;
@@ -4762,14 +4762,14 @@ static ft_status ft__io_load_strided(ft__io_load *l, const ft_llama_run *run)
         k = run->count - i < together ? run->count - i : together;
         if (k == 1 || run->n > FT__IO_FLOATS) {
             k = 1;
-            FT_TRY(ft__io_load_run(l, first, run->n));
+            FT_TRY(ft__io_in_run(l, first, run->n));
             continue;
         }
         FT_TRY(ft__io_reader_read(&l->reader, l->w, (size_t)(first * wide),
                                   (size_t)(((k - 1) * run->stride + run->n) * wide),
                                   l->reader.bytes));
         for (int64_t j = 0; j < k; j++) {
-            if (l->n + run->n > FT__IO_FLOATS) FT_TRY(ft__io_load_flush(l));
+            if (l->n + run->n > FT__IO_FLOATS) FT_TRY(ft__io_in_flush(l));
             ft__io_floats(dtype, l->reader.bytes + j * run->stride * wide, run->n,
                           l->values + l->n);
             l->n += run->n;
@@ -4778,21 +4778,21 @@ static ft_status ft__io_load_strided(ft__io_load *l, const ft_llama_run *run)
     return FT_OK;
 }
 
-static ft_status ft__io_load_piece(ft__io_load *l, const ft_llama_piece *piece)
+static ft_status ft__io_in_piece(ft__io_in *l, const ft_llama_piece *piece)
 {
     l->tensor = piece->tensor;
     l->at = piece->first;
     l->n = 0;
     for (int r = 0; r < piece->n_runs; r++) {
         if (piece->run[r].count == 1)
-            FT_TRY(ft__io_load_run(l, piece->run[r].first, piece->run[r].n));
-        else FT_TRY(ft__io_load_strided(l, &piece->run[r]));
+            FT_TRY(ft__io_in_run(l, piece->run[r].first, piece->run[r].n));
+        else FT_TRY(ft__io_in_strided(l, &piece->run[r]));
     }
-    return ft__io_load_flush(l);
+    return ft__io_in_flush(l);
 }
 
 /* The source must be of the model's shape before anything is changed. */
-static ft_status ft__io_load_check(const ft_llama *model, const ft_io_model *source)
+static ft_status ft__io_in_check(const ft_llama *model, const ft_io_model *source)
 {
     const int n = ft_llama_param_count(model);
     char found[128], wanted[128];
@@ -4821,11 +4821,11 @@ static ft_status ft__io_load_check(const ft_llama *model, const ft_io_model *sou
 FT_API ft_status ft_io_llama_load(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
                                   const ft_io_model *source)
 {
-    ft__io_load l;
+    ft__io_in l;
     ft_llama_piece piece;
     if (ctx == NULL || zero == NULL || model == NULL || source == NULL)
         return ft_error(FT_ERR_ARG, "ft_io_llama_load: no argument may be NULL");
-    FT_TRY(ft__io_load_check(model, source));
+    FT_TRY(ft__io_in_check(model, source));
     memset(&l, 0, sizeof l);
     l.zero = zero;
     FT_TRY(ft__io_reader_begin(&l.reader, source));
@@ -4836,7 +4836,7 @@ FT_API ft_status ft_io_llama_load(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
         l.w = ft__io_weight_find(source, p->name);
         status = ft_llama_owned(model, p, &piece);
         if (status == FT_OK && piece.elems > 0 && ft_ctx_device(ctx) != FT_META)
-            status = ft__io_load_piece(&l, &piece);
+            status = ft__io_in_piece(&l, &piece);
     }
     FT_FREE(l.values);
     ft__io_reader_end(&l.reader);
@@ -5296,7 +5296,7 @@ static ft_status ft__io_out_write(ft__io_out *o, const char *directory,
     if (status == FT_OK) status = ft__io_out_directory(o, config, options);
     if (status == FT_OK) status = ft__io_out_rename(o->temporary, bare);
     if (status != FT_OK && o->temporary != NULL) {
-        char message[512];
+        char message[1024];
         snprintf(message, sizeof message, "%s", ft_last_error());
         ft__io_out_remove(o->temporary, 0);
         status = ft_error(status, "%s", message);
