@@ -61,10 +61,11 @@ native = $(shell for flag in -march=native -mcpu=native; do \
     $(CC) $$flag -c build/compiler.c -o build/compiler.o >/dev/null 2>&1 && echo $$flag && break; \
     done)
 
-ifeq ($(CBLAS),1)
-TRAINER_FEATURES = $(shell sh tools/features.sh $(CC) | sed -n "s/^FT_CFLAGS='\(.*\)'/\1/p")
-TRAINER_LIBS = $(shell sh tools/features.sh $(CC) | sed -n "s/^FT_LIBS='\(.*\)'/\1/p")
-endif
+# The libraries that are here: cJSON and xxHash; with CBLAS=1 OpenBLAS too.
+TRAINER_PLAIN := $(if $(filter 1,$(CBLAS)),,_PLAIN)
+trainer_has = $(shell sh tools/features.sh $(CC) | sed -n "s/^FT$(TRAINER_PLAIN)_$(1)='\(.*\)'/\1/p")
+TRAINER_FEATURES = $(call trainer_has,CFLAGS)
+TRAINER_LIBS = $(call trainer_has,LIBS)
 
 build/train_llama: examples/train_llama.c $(HEADERS) | compiler ## the single-file trainer
 	$(strip $(CC) -std=c11 -I. -O3 $(native) $(TRAINER_FEATURES) $< -o $@ $(TRAINER_LIBS) \
@@ -84,12 +85,13 @@ build/femtotron_kernels.o: femtotron_kernels.cu femtotron.h
 	    "Toolkit (12.4 or later) and put its bin/ on PATH, or set NVCC" >&2; exit 1; }
 	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) -c $< -o $@)
 
-# With NCCL where its header is.
+# With cJSON and NCCL where their headers are.
+cjson = $(shell echo '\#include <cjson/cJSON.h>' | $(NVCC) -E -x cu - >/dev/null 2>&1 && echo -DFT_CJSON -lcjson)
 nccl = $(shell echo '\#include <nccl.h>' | $(NVCC) -E -x cu - >/dev/null 2>&1 && echo -DFT_NCCL -lnccl)
 
 build/train_llama_cuda: examples/train_llama.c build/femtotron_kernels.o $(HEADERS)
 	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt \
-	    $(nccl))
+	    $(nccl) $(cjson))
 
 build/memory_tables_cuda: examples/memory_tables.c examples/train_llama.c \
     build/femtotron_kernels.o $(HEADERS)
@@ -181,9 +183,10 @@ build/tsan/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
 $(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_memory_tables $(dir)/test_arena): \
     examples/memory_tables.c examples/train_llama.c
 
-build/asan/train_llama: examples/train_llama.c $(HEADERS) | compiler
+build/asan/train_llama: examples/train_llama.c $(HEADERS) build/features
 	@mkdir -p $(@D)
-	$(CC) $(C_FLAGS) -g $(ASAN) $< -o $@ $(SYSTEM_LIBS)
+	@. build/features; set -x; $(CC) $(C_FLAGS) -g $(ASAN) $$FT_PLAIN_CFLAGS $< -o $@ \
+	    $$FT_PLAIN_LIBS $(SYSTEM_LIBS)
 
 PLAIN_TESTS := $(filter test_ops test_golden,$(TESTS))
 # Tests in which ranks talk to each other: the ones that run again with delays and under TSan.

@@ -14,8 +14,8 @@
        ft_io_read_float(t, 0, t->elems, values);
 
    WHAT IT DOES NOT DO
-     No tokenizer, no downloads, no models split over several safetensors files, no big-endian host.
-     It writes no token shards and no training checkpoints, and reads no compressed data.
+     No tokenizer, no downloads, no weights but safetensors (pytorch_model.bin, GGUF), no quantized
+     ones, no big-endian host. It writes no token shards and no training checkpoints, and reads no compressed data.
      JSON is written by the emitter here; of JSON read, the safetensors header needs no library, a
      Hugging Face config.json needs cJSON.
 
@@ -25,6 +25,8 @@
        >>safetensors  read and write tensor files      >>files.impl, >>utf8.impl, >>header.impl,
                                                        >>safetensors.impl, >>writer.impl
        >>hf           config.json of Hugging Face      >>hf.impl
+       >>model        a model's directory              >>model.impl
+       >>llama        it, into a Llama and out again   >>llama.impl
        >>data         files as one stream of tokens    >>data.impl
        >>sampler      which tokens a step sees         >>sampler.impl
        >>eval         which ones an evaluation sees    >>eval.impl
@@ -37,8 +39,9 @@
    OPTIONS  (define before the include that has the implementation)
      FEMTOTRON_IO_IMPLEMENTATION   the implementation of this header alone. Default: off;
                    FEMTOTRON_IMPLEMENTATION switches on that of every header.
-     FT_CJSON      adds >>hf, which parses with cJSON (<cjson/cJSON.h>, link -lcjson). Default off.
-                   Set it, in every file that calls >>hf, where the library is installed.
+     FT_CJSON      adds what reads JSON - of >>hf the parsing, >>model, loading of >>llama - with
+                   cJSON (<cjson/cJSON.h>, link -lcjson). Default off. Set it, in every file that
+                   calls those, where the library is installed. Writing needs no library.
 
    CONCEPTS AND COSTS
      mapping   Safetensors files and data are mapped, not read: opening costs page tables, and bytes
@@ -63,6 +66,10 @@
        operation                      memory                        time
        ft_io_safetensors_open         header + 150 B a tensor       n log n in the tensors
        ft_io_safetensors_finish       header + 1 MiB                one pass over the data
+       ft_io_model_open               headers + 150 B a tensor      n log n in the tensors; of a tied
+                                                                    head both tables
+       ft_io_llama_load               2 MiB a rank                  one pass over what a rank owns
+       ft_io_llama_export             largest tensor, rank 0        one pass over all weights
        ft_io_data_open                100 B a file                  none for the data
        ft_io_data_check_vocab         0                             one pass; none where vocab takes
                                                                     all tokens of 8 or 16 bits
@@ -873,6 +880,18 @@ static int ft__io_write(int fd, const void *from, size_t bytes, size_t *written)
     if (written != NULL) *written = done;
     return error;
 }
+
+#if defined(FT_CJSON) || defined(FEMTOTRON_LLAMA_H)
+/* DIRECTORY/NAME, to be freed. */
+static ft_status ft__io_join(const char *directory, const char *name, char **path)
+{
+    const size_t n = strlen(directory), room = n + strlen(name) + 2;
+    *path = (char *)FT_MALLOC(room);
+    if (*path == NULL) return ft__io_oom(directory, room);
+    snprintf(*path, room, "%s%s%s", directory, n > 0 && directory[n - 1] == '/' ? "" : "/", name);
+    return FT_OK;
+}
+#endif
 
 /* -------------------------------------------------------------------------------- >>utf8.impl */
 
@@ -2836,16 +2855,6 @@ FT_API ft_status ft_io_hf_config_parse_n(const char *json_text, size_t bytes, co
     const ft_status status = ft_io_hf_config_parse(text, where, config);
     FT_FREE(text);
     return status;
-}
-
-/* DIRECTORY/NAME, to be freed. */
-static ft_status ft__io_join(const char *directory, const char *name, char **path)
-{
-    const size_t n = strlen(directory), room = n + strlen(name) + 2;
-    *path = (char *)FT_MALLOC(room);
-    if (*path == NULL) return ft__io_oom(directory, room);
-    snprintf(*path, room, "%s%s%s", directory, n > 0 && directory[n - 1] == '/' ? "" : "/", name);
-    return FT_OK;
 }
 
 static int ft__io_is_directory(const char *path)
