@@ -2362,7 +2362,8 @@ static void ft__io_hf_put(ft_io_json *json, const ft_io_hf_config *c, int family
     ft__io_hf_put_int(json, "num_hidden_layers", c->layers);
     ft__io_hf_put_int(json, "num_attention_heads", c->heads);
     ft__io_hf_put_int(json, "num_key_value_heads", c->kv_heads);
-    ft__io_hf_put_int(json, "head_dim", c->head_dim);
+    if (family != FT__IO_QWEN2 || c->head_dim * c->heads != c->hidden) /* its files leave it out */
+        ft__io_hf_put_int(json, "head_dim", c->head_dim);
     ft__io_hf_put_int(json, "intermediate_size", c->intermediate);
     ft__io_hf_put_string(json, "hidden_act", "silu");
     ft__io_hf_put_double(json, "rms_norm_eps", c->norm_eps);
@@ -4720,7 +4721,7 @@ FT_API ft_status ft_io_llama_hf_config(const ft_llama_config *model, const ft_io
 
 #ifdef FT_CJSON
 
-enum { FT__IO_FLOATS = 1 << 18 }; /* of a piece, 1 MiB of them */
+#define FT__IO_FLOATS ((int64_t)1 << 18) /* of a piece, 1 MiB of them */
 
 typedef struct ft__io_in {
     ft_zero *zero;
@@ -4838,7 +4839,7 @@ FT_API ft_status ft_io_llama_load(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
     memset(&l, 0, sizeof l);
     l.zero = zero;
     FT_TRY(ft__io_reader_begin(&l.reader, source));
-    l.values = (float *)FT_MALLOC(FT__IO_FLOATS * sizeof *l.values);
+    l.values = (float *)FT_MALLOC((size_t)FT__IO_FLOATS * sizeof *l.values);
     ft_status status = l.values != NULL ? FT_OK : ft__io_oom(source->directory, FT__IO_PIECE);
     for (int i = 0; i < ft_llama_param_count(model) && status == FT_OK; i++) {
         const ft_llama_param *p = ft_llama_param_at(model, i);
@@ -4966,7 +4967,8 @@ typedef struct ft__io_out { /* of an export, on every rank */
     ft__io_text manifest;
 } ft__io_out;
 
-enum { FT__IO_PART = 1 << 18, FT__IO_PIECE_WORDS = 2 + 4 * FT_LLAMA_MAX_RUNS };
+#define FT__IO_PART ((int64_t)1 << 18) /* elements that travel at a time */
+enum { FT__IO_PIECE_WORDS = 2 + 4 * FT_LLAMA_MAX_RUNS };
 
 /* Everyone learns what everyone stores of a parameter: elems, n_runs, then first, n, stride and
    count of each run. */
@@ -5348,7 +5350,7 @@ FT_API ft_status ft_io_llama_export(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
     }
     o.pieces = (int64_t *)ft_host_alloc(ctx, (size_t)ft_world(ctx) * FT__IO_PIECE_WORDS *
                                                  sizeof *o.pieces);
-    o.part = (float *)ft_host_alloc(ctx, FT__IO_PART * sizeof *o.part);
+    o.part = (float *)ft_host_alloc(ctx, (size_t)FT__IO_PART * sizeof *o.part);
     if (o.pieces == NULL || o.part == NULL) return FT_ERR_OOM;
     if (ft_rank(ctx) == 0) {
         o.values = (float *)ft_host_alloc(ctx, (size_t)most * sizeof *o.values);
