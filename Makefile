@@ -61,15 +61,18 @@ native = $(shell for flag in -march=native -mcpu=native; do \
     $(CC) $$flag -c build/compiler.c -o build/compiler.o >/dev/null 2>&1 && echo $$flag && break; \
     done)
 
-# The libraries that are here: cJSON and xxHash; with CBLAS=1 OpenBLAS too.
-TRAINER_PLAIN := $(if $(filter 1,$(CBLAS)),,_PLAIN)
-trainer_has = $(shell sh tools/features.sh $(CC) | sed -n "s/^FT$(TRAINER_PLAIN)_$(1)='\(.*\)'/\1/p")
-TRAINER_FEATURES = $(call trainer_has,CFLAGS)
-TRAINER_LIBS = $(call trainer_has,LIBS)
+# With cJSON and xxHash, for checkpoints, where they are here.
+ifeq ($(CBLAS),1)
+TRAINER_FEATURES = $$FT_CFLAGS
+TRAINER_LIBS = $$FT_LIBS
+else
+TRAINER_FEATURES = $$FT_PLAIN_CFLAGS
+TRAINER_LIBS = $$FT_PLAIN_LIBS
+endif
 
-build/train_llama: examples/train_llama.c $(HEADERS) | compiler ## the single-file trainer
-	$(strip $(CC) -std=c11 -I. -O3 $(native) $(TRAINER_FEATURES) $< -o $@ $(TRAINER_LIBS) \
-	    $(SYSTEM_LIBS))
+build/train_llama: examples/train_llama.c $(HEADERS) build/features ## the single-file trainer
+	@. build/features; set -x; $(CC) -std=c11 -I. -O3 $(native) $(TRAINER_FEATURES) $< -o $@ \
+	    $(TRAINER_LIBS) $(SYSTEM_LIBS)
 
 # The trainer for GPUs: machine code for Ampere and Hopper, and PTX that the driver compiles for others.
 NVCC ?= nvcc
@@ -85,13 +88,13 @@ build/femtotron_kernels.o: femtotron_kernels.cu femtotron.h
 	    "Toolkit (12.4 or later) and put its bin/ on PATH, or set NVCC" >&2; exit 1; }
 	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) -c $< -o $@)
 
-# With cJSON and NCCL where their headers are.
-cjson = $(shell echo '\#include <cjson/cJSON.h>' | $(NVCC) -E -x cu - >/dev/null 2>&1 && echo -DFT_CJSON -lcjson)
+# With cJSON and xxHash, and with NCCL, where they are.
+cuda_features = $(shell sh tools/features.sh "$(NVCC)" | sed -n "s/^FT_PLAIN_[A-Z]*='\(.*\)'/\1/p")
 nccl = $(shell echo '\#include <nccl.h>' | $(NVCC) -E -x cu - >/dev/null 2>&1 && echo -DFT_NCCL -lnccl)
 
 build/train_llama_cuda: examples/train_llama.c build/femtotron_kernels.o $(HEADERS)
 	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt \
-	    $(nccl) $(cjson))
+	    $(cuda_features) $(nccl))
 
 build/memory_tables_cuda: examples/memory_tables.c examples/train_llama.c \
     build/femtotron_kernels.o $(HEADERS)

@@ -405,11 +405,16 @@ typedef struct ft_io_sampler { /* a plain value: nothing to free; `data` must ou
     int64_t windows;           /* N = (tokens - 1) / T */
     int64_t global_batch;      /* G */
     uint64_t seed;
+    int64_t offset;            /* of step 0 in the endless sequence: 0 unless resumed */
 } ft_io_sampler;
 
 FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *data, int64_t seq_len,
                                     int64_t global_batch, uint64_t seed);
 /* FT_ERR_DATA, naming both sizes, if the stream is shorter than one sample (T + 1 tokens). */
+
+FT_API ft_status ft_io_sampler_resume(ft_io_sampler *sampler, int64_t step, int64_t samples);
+/* Step `step` begins after the first `samples` of the endless sequence: those of the steps before,
+   whatever global batch they had. Earlier steps are gone. */
 
 FT_API ft_status ft_io_sampler_index(const ft_io_sampler *sampler, int64_t step, int64_t position,
                                      int64_t *window, int64_t *epoch);
@@ -455,6 +460,210 @@ FT_API ft_status ft_io_eval_fill(const ft_io_eval *eval, int64_t index, int rank
    loss counts: all ranks make the same number of passes, as collectives need, and each window
    counts once, for every R and B. *counted, unless NULL, = the number of labels other than -100. So
    the loss is the sum of counted * (mean over counted labels) over batches and ranks, over N T. */
+
+/* -------------------------------------------------------------------------------- >>checkpoint */
+
+#if defined(FT_CJSON) && defined(FT_XXHASH)
+
+/* A checkpoint is a directory: DIR/step-00000120 with one file a rank, rank-00003.safetensors, and
+   manifest.json, which says what lies where. It holds named arrays of fp32; each rank stores some
+   elements of each, as runs of the whole, counted row-major. So it can be read on any other mesh:
+   whoever needs elements finds them by their numbers.
+
+   While it is written it is DIR/step-00000120.tmp-NONCE; when every file, the manifest last, is on
+   the disk, it gets its name. A process that dies leaves the checkpoints before as they were, and a
+   directory that no one takes for one; the next who writes there removes it. Whoever writes holds
+   DIR/lock (flock), which the system releases when he dies: what has another's nonce is then a dead
+   run's, and two live runs in one directory are refused.
+
+   Names in DIR:  step-N           a checkpoint
+                  step-N.tmp-...   being written
+                  step-N.was-...   a checkpoint that step-N is about to replace: counts as one while
+                                   there is no step-N
+                  .old-...         about to be deleted
+
+   Each file's data is hashed (XXH3, 64 bits) in blocks of 1 MiB of each array, its header by
+   itself, and the manifest ends with the hash of what is before. A reader checks the blocks that it
+   touches, each once: all bytes that it uses, without reading the file. */
+
+enum { FT_IO_BLOCK_ELEMS = 1 << 18 };
+
+typedef struct ft_io_run { /* `count` runs of n elements, the first at `first`, `stride` apart */
+    int64_t first, n, stride, count; /* count 1: stride n; else stride is the last dimension */
+} ft_io_run;
+
+/* -- what a manifest says -- */
+
+typedef struct ft_io_setting { const char *key, *value; } ft_io_setting;
+
+typedef struct ft_io_file {
+    const char *name;
+    int rank;              /* who wrote it */
+    int64_t bytes;
+    uint64_t header_xxh3;  /* of the bytes before the data */
+} ft_io_file;
+
+typedef struct ft_io_part { /* what a file has of an array: a tensor of its runs in this order */
+    const char *name;
+    int ndim;
+    int64_t shape[FT_IO_MAX_DIMS], total; /* of the whole array */
+    int file;                             /* position among the files */
+    int64_t elems, n_runs, n_blocks;
+    const ft_io_run *run;                 /* [n_runs] ascending */
+    const uint64_t *block;                /* [n_blocks] hashes */
+} ft_io_part;
+
+typedef struct ft_io_manifest {
+    const char *where;                    /* for messages: its path */
+    int64_t serial;                       /* grows with every checkpoint of a directory */
+    int64_t step;
+    int ranks;                            /* that wrote it */
+    int64_t n_settings, n_files, n_parts;
+    const ft_io_setting *settings;        /* by key */
+    const ft_io_file *files;              /* by rank */
+    const ft_io_part *parts;              /* by name, those of a name by their first element */
+    void *memory;                         /* private */
+} ft_io_manifest;
+
+FT_API ft_status ft_io_manifest_parse(const char *text, size_t length, const char *where,
+                                      ft_io_manifest **out);
+/* Reads the text of a manifest.json. Checked: it is JSON, of version 1, without unknown, missing or
+   doubled keys; numbers are whole and below 2^53; file names are plain names; runs lie in their
+   array, ascend, and over all files no element is there twice and none is missing. FT_ERR_DATA
+   names `where`, the place in it and the reason. Touches no file, and does not look at the hash of
+   the text itself. n log n in the runs; memory about 5 times the text's. */
+FT_API ft_status ft_io_manifest_open(const char *directory, ft_io_manifest **out);
+/* Reads DIRECTORY/manifest.json, whose own hash must be right, and checks that each file is there,
+   a regular file (no symbolic link) of the size that the manifest gives. */
+FT_API void ft_io_manifest_free(ft_io_manifest *manifest);
+/* NULL is allowed. */
+FT_API const char *ft_io_manifest_text(const ft_io_manifest *manifest, const char *key);
+/* The setting; NULL where there is none (no error is set). */
+FT_API ft_status ft_io_manifest_int(const ft_io_manifest *manifest, const char *key,
+                                    int64_t *value);
+FT_API ft_status ft_io_manifest_real(const ft_io_manifest *manifest, const char *key,
+                                     double *value);
+/* FT_ERR_DATA, naming the key: none of that name, or not such a number. */
+
+/* -- reading -- */
+
+typedef struct ft_io_entry { /* a checkpoint of a directory */
+    char name[96];           /* of its own directory */
+    int64_t step, serial;    /* serial -1: its manifest does not begin as one */
+} ft_io_entry;
+
+FT_API ft_status ft_io_checkpoint_list(const char *dir, int64_t *n, ft_io_entry **entries);
+/* What looks like a checkpoint, the last written first; free *entries with FT_FREE, or
+   ft_io_checkpoint_list_free. A directory that is not there has none. */
+FT_API void ft_io_checkpoint_list_free(ft_io_entry *entries);
+
+typedef struct ft_io_reader ft_io_reader;
+
+FT_API ft_status ft_io_reader_open(const char *directory, ft_io_reader **out);
+/* ft_io_manifest_open; files are mapped when they are first read from. Of one thread. */
+FT_API void ft_io_reader_close(ft_io_reader *reader);
+FT_API const ft_io_manifest *ft_io_reader_manifest(const ft_io_reader *reader);
+FT_API int ft_io_reader_has(const ft_io_reader *reader, const char *name);
+FT_API ft_status ft_io_reader_read(ft_io_reader *reader, const char *name, int ndim,
+                                   const int64_t *shape, int n_runs, const ft_io_run *runs,
+                                   float *values);
+/* values = the runs' elements, one after another. FT_ERR_DATA, naming array, file and elements:
+   another shape, no such array, a block whose hash differs. */
+
+/* -- writing -- */
+
+typedef struct ft_io_checkpoint_config {
+    const char *dir;    /* made, with those above it, if it is not there */
+    int keep;           /* checkpoints kept, the last written; 0: all */
+    double timeout_s;   /* rank 0 waits so long for a part that does not come; 0: 600 */
+    int blocking;       /* 1: _commit writes, rather than a thread behind it */
+} ft_io_checkpoint_config;
+
+typedef struct ft_io_checkpoint ft_io_checkpoint;
+
+typedef struct ft_io_checkpoint_report {
+    int64_t step;
+    double copy_s, write_s; /* of this rank: until _commit; of the thread, for rank 0 until the
+                               checkpoint has its name */
+    int64_t bytes;          /* of this rank's file; for rank 0: of all files */
+    char path[512];         /* rank 0's: the checkpoint */
+    char warning[320];      /* what could not be removed; "" */
+} ft_io_checkpoint_report;
+
+FT_API ft_status ft_io_checkpoint_create(ft_ctx *ctx, const ft_io_checkpoint_config *config,
+                                         ft_io_checkpoint **out);
+/* For all ranks of the world, which share the file system: threads or processes. Rank 0 takes the
+   lock and removes what dead runs have left (what they replaced halfway gets its name back).
+   Collective (group "checkpoint": 12 (W-1) bytes by rank 0). On meta all calls do nothing else.
+   FT_ERR_IO: the directory cannot be written, or another run holds its lock. */
+FT_API ft_status ft_io_checkpoint_begin(ft_io_checkpoint *checkpoint, int64_t step);
+/* Waits until this rank's part of the checkpoint before is written, and returns what went wrong
+   with it. Local, as all calls from here on; all ranks save the same steps. */
+FT_API ft_status ft_io_checkpoint_set(ft_io_checkpoint *checkpoint, const char *key,
+                                      const char *format, ...);
+/* A setting, as printf makes it; those of rank 0 are stored. Keys must differ. */
+FT_API ft_status ft_io_checkpoint_add(ft_io_checkpoint *checkpoint, const char *name, int ndim,
+                                      const int64_t *shape, int n_runs, const ft_io_run *runs,
+                                      float **values);
+/* This rank's elements of an array: *values, of as many elements as the runs have, is to be filled
+   before _commit. Host memory of 4 bytes an element until the part is written. All ranks that have
+   elements give the same shape, and over the ranks each element must be there once. */
+FT_API ft_status ft_io_checkpoint_commit(ft_io_checkpoint *checkpoint);
+/* Hands the copies to a thread, which writes them: training goes on. Rank 0's waits for the parts
+   of all ranks (each leaves a file rank-R.done beside its part), checks that they are whole
+   together, writes the manifest, gives the directory its name, and removes what is not to be kept.
+   */
+FT_API ft_status ft_io_checkpoint_poll(ft_io_checkpoint *checkpoint,
+                                       ft_io_checkpoint_report *report, int *done);
+/* *done = 1, once for each save, when it has been written; else 0, at once. The thread's error is
+   returned here or by whichever call comes next: FT_ERR_IO or FT_ERR_DATA naming the file, for rank
+   0 also what another rank said, or the ranks whose parts did not come. Checkpoints before are as
+   they were. */
+FT_API ft_status ft_io_checkpoint_wait(ft_io_checkpoint *checkpoint,
+                                       ft_io_checkpoint_report *report, int *done);
+/* The same, after the thread has ended. Pointers may be NULL. */
+FT_API ft_status ft_io_checkpoint_close(ft_io_checkpoint *checkpoint);
+/* Waits, releases the lock, frees. NULL is allowed. */
+FT_API void ft_io_checkpoint_abandon(ft_io_checkpoint *checkpoint);
+/* The same where the run has failed: rank 0 waits 5 s for the parts of others, and no error is
+   set. NULL is allowed. */
+
+/* -- a Llama's training state; declared where femtotron_llama.h is included before -- */
+
+#ifdef FEMTOTRON_LLAMA_H
+
+FT_API ft_status ft_io_llama_stage(ft_io_checkpoint *checkpoint, ft_llama *model,
+                                   const ft_llama_config *config, ft_zero *zero);
+/* Between _begin and _commit: adds the arrays "master/NAME", "state1/NAME", ... of all Hugging Face
+   names, this rank's elements of them (ft_llama_stored), and as settings the model's config
+   (model.*), the optimizer (optimizer.name, optimizer.states) and progress (zero.updates,
+   zero.skipped). Local. Host memory: 4 (1 + n_state) bytes, so 12 with AdamW, for each parameter
+   that this rank stores. */
+
+typedef void (*ft_io_note_fn)(void *user, const char *text);
+
+typedef struct ft_io_resume {
+    const char *dir;        /* of checkpoints: the last written one that loads; */
+    const char *path;       /* or, unless NULL, this one and no other */
+    int weights_only;       /* 1: the optimizer begins anew, whatever it is */
+    ft_io_note_fn note;     /* may be NULL. On rank 0: why a checkpoint was passed over */
+    void *user;
+} ft_io_resume;
+
+FT_API ft_status ft_io_llama_resume(ft_ctx *ctx, const ft_io_resume *from, ft_llama *model,
+                                    const ft_llama_config *config, ft_zero *zero,
+                                    ft_io_manifest **manifest);
+/* Every rank reads what it owns (ft_llama_owned), on any mesh, stage and dtype, and the state is
+   committed. *manifest is what was loaded, to be freed; NULL where dir has no checkpoint, and the
+   state as it was. Collective (group "resume": each rank sends 260 (W-1) bytes for each one that is
+   tried).
+   A checkpoint that a rank cannot read is passed over on all. FT_ERR_DATA, with the last reason, if
+   there are some and none loads; the state is then undefined. Of one that is whole but of another
+   model (the first setting or parameter that differs is named) or optimizer: refused, without
+   trying others. On meta nothing is read. */
+
+#endif /* FEMTOTRON_LLAMA_H */
+#endif /* FT_CJSON, FT_XXHASH */
 
 /* -------------------------------------------------------------------------------------- >>json */
 
@@ -599,6 +808,10 @@ int fsync(int fd);
 #endif
 #ifndef FT_FREE
 #define FT_FREE(p) free(p)
+#endif
+
+#ifndef FT_IO_FAULT
+#define FT_IO_FAULT(call) 0
 #endif
 
 /* ------------------------------------------------------------------------------- >>dtypes.impl */
@@ -870,7 +1083,7 @@ static void ft__io_map_close(ft__io_map *map)
 static int ft__io_write(int fd, const void *from, size_t bytes, size_t *written)
 {
     size_t done = 0;
-    int error = 0;
+    int error = FT_IO_FAULT("write");
     while (done < bytes && error == 0) {
         const ssize_t n = write(fd, (const char *)from + done, bytes - done);
         if (n > 0) done += (size_t)n;
@@ -883,7 +1096,7 @@ static int ft__io_write(int fd, const void *from, size_t bytes, size_t *written)
 
 #if defined(FT_CJSON) || defined(FEMTOTRON_LLAMA_H)
 /* DIRECTORY/NAME, to be freed. */
-static ft_status ft__io_join(const char *directory, const char *name, char **path)
+static ft_status ft__io_inside(const char *directory, const char *name, char **path)
 {
     const size_t n = strlen(directory), room = n + strlen(name) + 2;
     *path = (char *)FT_MALLOC(room);
@@ -892,6 +1105,20 @@ static ft_status ft__io_join(const char *directory, const char *name, char **pat
     return FT_OK;
 }
 #endif
+
+static int ft__io_fsync(int fd)
+{
+    const int error = FT_IO_FAULT("sync");
+    if (error != 0) errno = error;
+    return error != 0 ? -1 : fsync(fd);
+}
+
+static int ft__io_rename(const char *from, const char *to)
+{
+    const int error = FT_IO_FAULT("rename");
+    if (error != 0) errno = error;
+    return error != 0 ? -1 : rename(from, to);
+}
 
 /* -------------------------------------------------------------------------------- >>utf8.impl */
 
@@ -2076,7 +2303,7 @@ static ft_status ft__io_open_directory(const char *path, int *fd)
 /* A file system that does not sync directories says EINVAL: that too is left to the system. */
 static ft_status ft__io_sync_directory(const char *path, int fd)
 {
-    if (fd < 0 || fsync(fd) == 0 || errno == EINVAL) return FT_OK;
+    if (fd < 0 || ft__io_fsync(fd) == 0 || errno == EINVAL) return FT_OK;
     return ft_error(FT_ERR_IO, "%s: written, but its directory cannot be synced: %s", path,
                     strerror(errno));
 }
@@ -2097,13 +2324,13 @@ static ft_status ft__io_check_target(const char *path)
 static ft_status ft__io_put_in_place(const char *path, const char *temporary, int fd, int directory,
                                      ft_status status)
 {
-    if (status == FT_OK && fsync(fd) != 0)
+    if (status == FT_OK && ft__io_fsync(fd) != 0)
         status = ft_error(FT_ERR_IO, "%s: cannot write its temporary file: %s", path,
                           strerror(errno));
     if (close(fd) != 0 && status == FT_OK)
         status = ft_error(FT_ERR_IO, "%s: cannot write its temporary file: %s", path,
                           strerror(errno));
-    if (status == FT_OK && rename(temporary, path) != 0)
+    if (status == FT_OK && ft__io_rename(temporary, path) != 0)
         status = ft_error(FT_ERR_IO, "%s: cannot rename its temporary file: %s", path,
                           strerror(errno));
     if (status != FT_OK) unlink(temporary);
@@ -2870,7 +3097,7 @@ FT_API ft_status ft_io_hf_config_read(const char *path, ft_io_hf_config *config)
     char *file = NULL;
     if (path == NULL || config == NULL)
         return ft_error(FT_ERR_ARG, "ft_io_hf_config_read: path and config must not be NULL");
-    if (ft__io_is_directory(path)) FT_TRY(ft__io_join(path, "config.json", &file));
+    if (ft__io_is_directory(path)) FT_TRY(ft__io_inside(path, "config.json", &file));
     const char *name = file != NULL ? file : path;
     ft_status status = ft__io_map_open(name, &map);
     if (status == FT_OK)
@@ -3051,7 +3278,7 @@ static int ft__io_weight_ignored(const char *name)
 static ft_status ft__io_model_add_shard(ft_io_model *model, const char *name, size_t *shard)
 {
     char *path = NULL;
-    FT_TRY(ft__io_join(model->directory, name, &path));
+    FT_TRY(ft__io_inside(model->directory, name, &path));
     for (*shard = 0; *shard < model->n_shards; (*shard)++)
         if (strcmp(model->shards[*shard].path, path) == 0) {
             FT_FREE(path);
@@ -3127,8 +3354,8 @@ static ft_status ft__io_model_files(ft_io_model *model)
     static const char index_name[] = "model.safetensors.index.json";
     char *one = NULL, *index = NULL;
     size_t shard;
-    ft_status status = ft__io_join(model->directory, "model.safetensors", &one);
-    if (status == FT_OK) status = ft__io_join(model->directory, index_name, &index);
+    ft_status status = ft__io_inside(model->directory, "model.safetensors", &one);
+    if (status == FT_OK) status = ft__io_inside(model->directory, index_name, &index);
     if (status == FT_OK && access(one, F_OK) == 0) {
         status = ft__io_model_add_shard(model, "model.safetensors", &shard);
         if (status == FT_OK) status = ft__io_model_collect(model, NULL);
@@ -3286,15 +3513,15 @@ static ft_status ft__io_model_check_tied(ft_io_model *model)
     ft_status status = FT_OK;
     int same = 1;
     for (int64_t at = 0, n; at < table->tensor->elems && same && status == FT_OK; at += n) {
-        unsigned char *half = r.bytes + FT__IO_PIECE / 2;
+        unsigned char *second = r.bytes + FT__IO_PIECE / 2;
         n = table->tensor->elems - at < piece ? table->tensor->elems - at : piece;
         status = ft__io_reader_read(&r, table, (size_t)at * wide_a, (size_t)n * wide_a, r.bytes);
         if (status == FT_OK)
-            status = ft__io_reader_read(&r, head, (size_t)at * wide_b, (size_t)n * wide_b, half);
+            status = ft__io_reader_read(&r, head, (size_t)at * wide_b, (size_t)n * wide_b, second);
         for (int64_t i = 0, k; status == FT_OK && same && i < n; i += k) {
             k = n - i < 2048 ? n - i : 2048;
             ft__io_floats(table->tensor->dtype, r.bytes + (size_t)i * wide_a, k, a);
-            ft__io_floats(head->tensor->dtype, half + (size_t)i * wide_b, k, b);
+            ft__io_floats(head->tensor->dtype, second + (size_t)i * wide_b, k, b);
             same = memcmp(a, b, (size_t)k * sizeof *a) == 0;
         }
     }
@@ -3349,7 +3576,7 @@ static void ft__io_model_prune(ft_io_model *model)
 
 static ft_status ft__io_model_read(ft_io_model *model)
 {
-    FT_TRY(ft__io_join(model->directory, "config.json", &model->config_path));
+    FT_TRY(ft__io_inside(model->directory, "config.json", &model->config_path));
     if (!ft__io_is_directory(model->directory))
         return ft_error(FT_ERR_IO, "%s: no directory; a model is one with a config.json",
                         model->directory);
@@ -3808,6 +4035,17 @@ FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *da
     return FT_OK;
 }
 
+FT_API ft_status ft_io_sampler_resume(ft_io_sampler *sampler, int64_t step, int64_t samples)
+{
+    if (sampler == NULL || sampler->data == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_sampler_resume: the sampler is not initialised");
+    if (step < 0 || samples < 0 || step > (INT64_MAX - samples) / sampler->global_batch)
+        return ft_error(FT_ERR_ARG, "ft_io_sampler_resume: step %lld after %lld samples",
+                        (long long)step, (long long)samples);
+    sampler->offset = samples - step * sampler->global_batch;
+    return FT_OK;
+}
+
 FT_API ft_status ft_io_sampler_index(const ft_io_sampler *sampler, int64_t step, int64_t position,
                                      int64_t *window, int64_t *epoch)
 {
@@ -3818,7 +4056,11 @@ FT_API ft_status ft_io_sampler_index(const ft_io_sampler *sampler, int64_t step,
         return ft_error(FT_ERR_ARG,
                         "ft_io_sampler_index: step %lld, position %lld of a global batch of %lld",
                         (long long)step, (long long)position, (long long)batch);
-    const int64_t at = step * batch + position;
+    int64_t at = step * batch + position;
+    if (sampler->offset > 0 ? at > INT64_MAX - sampler->offset : at + sampler->offset < 0)
+        return ft_error(FT_ERR_ARG, "ft_io_sampler_index: step %lld is not one of those that were "
+                        "resumed", (long long)step);
+    at += sampler->offset;
     if (epoch != NULL) *epoch = at / sampler->windows;
     if (window != NULL)
         *window = ft_io_permute(sampler->seed, at / sampler->windows, sampler->windows,
@@ -3912,6 +4154,2120 @@ FT_API ft_status ft_io_eval_fill(const ft_io_eval *eval, int64_t index, int rank
     if (counted != NULL) *counted = rows * T;
     return FT_OK;
 }
+
+/* -------------------------------------------------------------------------- >>manifest.impl */
+
+#if defined(FT_CJSON) && defined(FT_XXHASH)
+
+#include <dirent.h>
+#include <pthread.h>
+#include <sys/file.h>
+#include <time.h>
+#include <xxhash.h>
+
+#ifndef CLOCK_MONOTONIC
+#error "checkpoints need POSIX clocks: include femtotron.h's implementation before any system \
+header, or compile with -std=gnu11 or -D_POSIX_C_SOURCE=200809L"
+#endif
+
+#define FT__IO_EXACT 9007199254740992.0 /* 2^53: whole numbers up to it are exact in a double */
+#define FT__IO_MAX_MANIFEST ((size_t)1 << 30)
+
+/* Memory that goes all at once. */
+typedef struct ft__io_pool {
+    struct ft__io_pool *next;
+} ft__io_pool;
+
+static void *ft__io_pool_get(ft__io_pool **pool, size_t n, size_t elem_bytes)
+{
+    const size_t head = (sizeof(ft__io_pool) + 15) / 16 * 16;
+    if (n > (SIZE_MAX / 2 - head) / elem_bytes) return NULL;
+    ft__io_pool *block = (ft__io_pool *)FT_MALLOC(head + n * elem_bytes);
+    if (block == NULL) return NULL;
+    memset(block, 0, head + n * elem_bytes);
+    block->next = *pool;
+    *pool = block;
+    return (char *)block + head;
+}
+
+static void ft__io_pool_free(ft__io_pool *pool)
+{
+    while (pool != NULL) {
+        ft__io_pool *next = pool->next;
+        FT_FREE(pool);
+        pool = next;
+    }
+}
+
+typedef struct ft__io_run_at { /* for the check of an array's runs together */
+    ft_io_run run;
+    int part;
+} ft__io_run_at;
+
+typedef struct ft__io_reading { /* a manifest that is being parsed */
+    ft_io_manifest *m;
+    ft__io_pool *pool;
+    ft__io_hf at;               /* the object, and where it is */
+    char inside[128];
+    ft_io_part *parts;
+    ft_io_file *files;
+    int64_t n_parts;
+} ft__io_reading;
+
+static ft_status ft__io_manifest_oom(const ft__io_reading *r)
+{
+    return ft_error(FT_ERR_OOM, "%s: no memory for what it lists", r->at.where);
+}
+
+static char *ft__io_pool_text(ft__io_reading *r, const char *text)
+{
+    char *copy = (char *)ft__io_pool_get(&r->pool, strlen(text) + 1, 1);
+    if (copy != NULL) memcpy(copy, text, strlen(text) + 1);
+    return copy;
+}
+
+/* The object has these keys, each once, and no others. */
+static ft_status ft__io_keys(const ft__io_hf *at, const char *const *keys, size_t n)
+{
+    const cJSON *item;
+    if (!cJSON_IsObject(at->object))
+        return ft_error(FT_ERR_DATA, "%s: \"%s\" must be an object", at->where, at->inside);
+    for (const cJSON *child = at->object->child; child != NULL; child = child->next) {
+        size_t i = 0;
+        while (i < n && strcmp(child->string, keys[i]) != 0) i++;
+        if (i == n)
+            return ft_error(FT_ERR_DATA, "%s: \"%s%s\" is no key of version 1", at->where,
+                            at->inside, ft__io_show(child->string).text);
+    }
+    for (size_t i = 0; i < n; i++) {
+        FT_TRY(ft__io_hf_get(at, keys[i], &item));
+        if (item == NULL) return ft__io_hf_missing(at, keys[i]);
+    }
+    return FT_OK;
+}
+
+static int ft__io_whole(const cJSON *item, int64_t low, int64_t high, int64_t *value)
+{
+    if (!cJSON_IsNumber(item)) return 0;
+    const double x = item->valuedouble;
+    if (!(x >= (double)low && x <= (double)high && x <= FT__IO_EXACT)) return 0;
+    *value = (int64_t)x;
+    return !(x > (double)*value);
+}
+
+static ft_status ft__io_key_int(const ft__io_hf *at, const char *key, int64_t low, int64_t high,
+                                int64_t *value)
+{
+    const cJSON *item;
+    FT_TRY(ft__io_hf_get(at, key, &item));
+    if (ft__io_whole(item, low, high, value)) return FT_OK;
+    return ft_error(FT_ERR_DATA, "%s: \"%s%s\" must be a whole number from %lld to %lld", at->where,
+                    at->inside, key, (long long)low, (long long)high);
+}
+
+static ft_status ft__io_key_text(const ft__io_hf *at, const char *key, const char **value)
+{
+    const cJSON *item;
+    FT_TRY(ft__io_hf_get(at, key, &item));
+    if (!cJSON_IsString(item) || item->valuestring[0] == 0)
+        return ft__io_hf_bad(at, key, "a string that is not empty");
+    *value = item->valuestring;
+    return FT_OK;
+}
+
+static int ft__io_hex(const cJSON *item, uint64_t *value)
+{
+    if (!cJSON_IsString(item) || strlen(item->valuestring) != 16) return 0;
+    *value = 0;
+    for (const char *c = item->valuestring; *c != 0; c++) {
+        const int digit = *c >= '0' && *c <= '9' ? *c - '0' : *c >= 'a' && *c <= 'f' ? *c - 'a' + 10
+                                                                                     : -1;
+        if (digit < 0) return 0;
+        *value = *value << 4 | (uint64_t)digit;
+    }
+    return 1;
+}
+
+static ft_status ft__io_key_hex(const ft__io_hf *at, const char *key, uint64_t *value)
+{
+    const cJSON *item;
+    FT_TRY(ft__io_hf_get(at, key, &item));
+    return ft__io_hex(item, value) ? FT_OK : ft__io_hf_bad(at, key, "16 hexadecimal digits");
+}
+
+static ft_status ft__io_key_array(const ft__io_hf *at, const char *key, const cJSON **array,
+                                  int64_t *n)
+{
+    FT_TRY(ft__io_hf_get(at, key, array));
+    if (!cJSON_IsArray(*array)) return ft__io_hf_bad(at, key, "an array");
+    *n = 0;
+    for (const cJSON *child = (*array)->child; child != NULL; child = child->next) ++*n;
+    return FT_OK;
+}
+
+/* A file of the checkpoint's own directory: nothing that leads out of it. */
+static int ft__io_plain_name(const char *name)
+{
+    const size_t n = strlen(name);
+    if (n == 0 || n > 200 || name[0] == '.' || strcmp(name, "manifest.json") == 0) return 0;
+    for (size_t i = 0; i < n; i++)
+        if (name[i] == '/' || name[i] == '\\' || (unsigned char)name[i] < 0x21 || name[i] == 0x7f)
+            return 0;
+    return 1;
+}
+
+/* [first, end) of a run; 0 if it does not lie in 0..total-1. */
+static int ft__io_run_fits(const ft_io_run *run, int64_t total)
+{
+    if (run->first < 0 || run->n < 1 || run->count < 1 || run->stride < run->n) return 0;
+    if (run->first >= total || run->n > total - run->first) return 0;
+    if (run->count == 1) return 1;
+    return run->count - 1 <= (total - run->first - run->n) / run->stride;
+}
+
+static int64_t ft__io_run_end(const ft_io_run *run)
+{
+    return run->first + (run->count - 1) * run->stride + run->n;
+}
+
+/* Whether two runs have an element in common. Those of several pieces have the same stride s: piece
+   j of b meets piece i of a where -n_b < first_b - first_a + (j - i) s < n_a. A single one has any
+   stride. */
+static int ft__io_runs_meet(const ft_io_run *a, const ft_io_run *b)
+{
+    const int64_t s = a->count > 1 ? a->stride : b->stride, d = b->first - a->first;
+    const int64_t low = a->count > 1 ? -(a->count - 1) : 0, high = b->count > 1 ? b->count - 1 : 0;
+    /* the least k with d + k s > -n_b; it must be one of low..high, and d + k s < n_a */
+    int64_t k = -b->n - d; /* k s > this */
+    k = k >= 0 ? k / s + 1 : -(-k / s) + (-k % s == 0);
+    if (k < low) k = low;
+    return k <= high && d + k * s < a->n;
+}
+
+static ft_status ft__io_part_error(const ft__io_reading *r, const char *why)
+{
+    return ft_error(FT_ERR_DATA, "%s: \"%s\": %s", r->at.where, r->inside, why);
+}
+
+static ft_status ft__io_read_shape(ft__io_reading *r, ft_io_part *part)
+{
+    const cJSON *array;
+    int64_t n, bytes = 4;
+    FT_TRY(ft__io_key_array(&r->at, "shape", &array, &n));
+    if (n < 1 || n > FT_IO_MAX_DIMS) return ft__io_hf_bad(&r->at, "shape", "1 to 8 numbers");
+    for (const cJSON *child = array->child; child != NULL; child = child->next) {
+        int64_t d;
+        if (!ft__io_whole(child, 1, (int64_t)FT__IO_EXACT, &d))
+            return ft__io_hf_bad(&r->at, "shape", "whole numbers from 1 to 2^53");
+        if (bytes > (int64_t)FT__IO_EXACT / d)
+            return ft__io_hf_bad(&r->at, "shape", "of fewer than 2^51 elements");
+        bytes *= d;
+        part->shape[part->ndim++] = d;
+    }
+    part->total = bytes / 4;
+    return FT_OK;
+}
+
+static ft_status ft__io_read_runs(ft__io_reading *r, ft_io_part *part)
+{
+    const cJSON *array;
+    int64_t n, end = 0;
+    const int64_t last = part->shape[part->ndim - 1];
+    FT_TRY(ft__io_key_array(&r->at, "runs", &array, &n));
+    if (n < 1 || n % 4 != 0)
+        return ft__io_hf_bad(&r->at, "runs", "numbers in fours: first, n, stride, count");
+    ft_io_run *run = (ft_io_run *)ft__io_pool_get(&r->pool, (size_t)n / 4, sizeof *run);
+    if (run == NULL) return ft__io_manifest_oom(r);
+    part->run = run;
+    part->n_runs = n / 4;
+    const cJSON *child = array->child;
+    for (int64_t i = 0; i < n / 4; i++, run++) {
+        int64_t *field[4];
+        field[0] = &run->first;
+        field[1] = &run->n;
+        field[2] = &run->stride;
+        field[3] = &run->count;
+        for (int k = 0; k < 4; k++, child = child->next)
+            if (!ft__io_whole(child, k > 0, (int64_t)FT__IO_EXACT, field[k]))
+                return ft__io_hf_bad(&r->at, "runs", "whole numbers, first from 0, others from 1");
+        if (!ft__io_run_fits(run, part->total))
+            return ft__io_part_error(r, "a run lies outside its array, or its pieces overlap");
+        if (run->count == 1 ? run->stride != run->n : run->stride != last)
+            return ft__io_part_error(r, "a run's stride is neither its length nor the last "
+                                        "dimension");
+        if (run->first < end) return ft__io_part_error(r, "runs overlap or do not ascend");
+        end = ft__io_run_end(run);
+        part->elems += run->n * run->count;
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_read_blocks(ft__io_reading *r, ft_io_part *part)
+{
+    const cJSON *array;
+    FT_TRY(ft__io_key_array(&r->at, "xxh3", &array, &part->n_blocks));
+    if (part->n_blocks != (part->elems - 1) / FT_IO_BLOCK_ELEMS + 1)
+        return ft__io_part_error(r, "its number of hashes is not that of its blocks");
+    uint64_t *block = (uint64_t *)ft__io_pool_get(&r->pool, (size_t)part->n_blocks, sizeof *block);
+    if (block == NULL) return ft__io_manifest_oom(r);
+    part->block = block;
+    for (const cJSON *child = array->child; child != NULL; child = child->next)
+        if (!ft__io_hex(child, block++))
+            return ft__io_hf_bad(&r->at, "xxh3", "strings of 16 hexadecimal digits");
+    return FT_OK;
+}
+
+static ft_status ft__io_read_part(ft__io_reading *r, const cJSON *object, int file, int64_t index)
+{
+    static const char *const keys[] = {"name", "shape", "runs", "xxh3"};
+    ft_io_part *part = &r->parts[r->n_parts++];
+    const char *name;
+    snprintf(r->inside, sizeof r->inside, "files[%d].arrays[%lld].", file, (long long)index);
+    r->at.object = object;
+    part->file = file;
+    FT_TRY(ft__io_keys(&r->at, keys, 4));
+    FT_TRY(ft__io_key_text(&r->at, "name", &name));
+    part->name = ft__io_pool_text(r, name);
+    if (part->name == NULL) return ft__io_manifest_oom(r);
+    FT_TRY(ft__io_read_shape(r, part));
+    FT_TRY(ft__io_read_runs(r, part));
+    return ft__io_read_blocks(r, part);
+}
+
+static ft_status ft__io_read_file(ft__io_reading *r, const cJSON *object, int index)
+{
+    static const char *const keys[] = {"rank", "name", "bytes", "header_xxh3", "arrays"};
+    ft_io_file *file = &r->files[index];
+    const cJSON *arrays;
+    const char *name;
+    int64_t rank, n, i = 0, bytes = 0;
+    snprintf(r->inside, sizeof r->inside, "files[%d].", index);
+    r->at.object = object;
+    FT_TRY(ft__io_keys(&r->at, keys, 5));
+    FT_TRY(ft__io_key_int(&r->at, "rank", 0, r->m->ranks - 1, &rank));
+    FT_TRY(ft__io_key_text(&r->at, "name", &name));
+    FT_TRY(ft__io_key_int(&r->at, "bytes", 8, (int64_t)FT__IO_EXACT, &file->bytes));
+    FT_TRY(ft__io_key_hex(&r->at, "header_xxh3", &file->header_xxh3));
+    FT_TRY(ft__io_key_array(&r->at, "arrays", &arrays, &n));
+    if (!ft__io_plain_name(name))
+        return ft_error(FT_ERR_DATA, "%s: \"%sname\" is \"%s\": a file of the checkpoint's own "
+                        "directory has no slash, blank or leading dot", r->at.where, r->inside,
+                        ft__io_show(name).text);
+    file->rank = (int)rank;
+    if (index > 0 && file[-1].rank >= file->rank)
+        return ft__io_hf_bad(&r->at, "rank", "above that of the file before");
+    file->name = ft__io_pool_text(r, name);
+    if (file->name == NULL) return ft__io_manifest_oom(r);
+    for (int k = 0; k < index; k++)
+        if (strcmp(r->files[k].name, file->name) == 0)
+            return ft__io_hf_bad(&r->at, "name", "another than those before");
+    for (const cJSON *child = arrays->child; child != NULL; child = child->next, i++) {
+        FT_TRY(ft__io_read_part(r, child, index, i));
+        const ft_io_part *part = &r->parts[r->n_parts - 1];
+        if (part->elems > (file->bytes - bytes) / 4)
+            return ft_error(FT_ERR_DATA, "%s: \"files[%d]\": %lld bytes are fewer than its arrays "
+                            "have", r->at.where, index, (long long)file->bytes);
+        bytes += 4 * part->elems;
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_read_settings(ft__io_reading *r, const cJSON *object)
+{
+    int64_t n = 0;
+    if (!cJSON_IsObject(object)) return ft__io_hf_bad(&r->at, "settings", "an object");
+    for (const cJSON *child = object->child; child != NULL; child = child->next) n++;
+    ft_io_setting *s = (ft_io_setting *)ft__io_pool_get(&r->pool, (size_t)n + 1, sizeof *s);
+    if (s == NULL) return ft__io_manifest_oom(r);
+    r->m->settings = s;
+    r->m->n_settings = n;
+    for (const cJSON *child = object->child; child != NULL; child = child->next, s++) {
+        if (!cJSON_IsString(child))
+            return ft_error(FT_ERR_DATA, "%s: \"settings.%s\" must be a string", r->at.where,
+                            ft__io_show(child->string).text);
+        s->key = ft__io_pool_text(r, child->string);
+        s->value = ft__io_pool_text(r, child->valuestring);
+        if (s->key == NULL || s->value == NULL) return ft__io_manifest_oom(r);
+    }
+    return FT_OK;
+}
+
+static int ft__io_by_setting(const void *a, const void *b)
+{
+    return strcmp(((const ft_io_setting *)a)->key, ((const ft_io_setting *)b)->key);
+}
+
+static int ft__io_by_part(const void *a, const void *b)
+{
+    const ft_io_part *x = (const ft_io_part *)a, *y = (const ft_io_part *)b;
+    const int order = strcmp(x->name, y->name);
+    if (order != 0) return order;
+    if (x->run->first != y->run->first) return x->run->first < y->run->first ? -1 : 1;
+    return x->file < y->file ? -1 : x->file > y->file;
+}
+
+static int ft__io_by_first(const void *a, const void *b)
+{
+    const ft__io_run_at *x = (const ft__io_run_at *)a, *y = (const ft__io_run_at *)b;
+    if (x->run.first != y->run.first) return x->run.first < y->run.first ? -1 : 1;
+    return x->part < y->part ? -1 : x->part > y->part;
+}
+
+/* parts[a..b-1] are all of one array: its elements are all there, each once. Runs that are as many
+   elements as the array and do not meet are all of them. */
+static ft_status ft__io_check_array(const ft__io_reading *r, int64_t a, int64_t b)
+{
+    const ft_io_part *p = r->parts;
+    int64_t n = 0, elems = 0;
+    ft_status status = FT_OK;
+    for (int64_t i = a; i < b; i++) {
+        if (p[i].ndim != p[a].ndim || memcmp(p[i].shape, p[a].shape, sizeof p[a].shape) != 0)
+            return ft_error(FT_ERR_DATA, "%s: \"%s\" has different shapes in %s and %s",
+                            r->at.where, ft__io_show(p[a].name).text, r->files[p[a].file].name,
+                            r->files[p[i].file].name);
+        n += p[i].n_runs;
+        elems += p[i].elems;
+    }
+    ft__io_run_at *all = (ft__io_run_at *)FT_MALLOC((size_t)n * sizeof *all);
+    if (all == NULL) return ft__io_manifest_oom(r);
+    n = 0;
+    for (int64_t i = a; i < b; i++)
+        for (int64_t k = 0; k < p[i].n_runs; k++, n++) {
+            all[n].run = p[i].run[k];
+            all[n].part = (int)(i - a);
+        }
+    qsort(all, (size_t)n, sizeof *all, ft__io_by_first);
+    for (int64_t i = 0; i < n && status == FT_OK; i++)
+        for (int64_t k = i + 1; k < n && all[k].run.first < ft__io_run_end(&all[i].run); k++)
+            if (ft__io_runs_meet(&all[i].run, &all[k].run)) {
+                status = ft_error(FT_ERR_DATA, "%s: \"%s\": elements from %lld on are in %s and "
+                                  "again in %s", r->at.where, ft__io_show(p[a].name).text,
+                                  (long long)all[k].run.first,
+                                  r->files[p[a + all[i].part].file].name,
+                                  r->files[p[a + all[k].part].file].name);
+                break;
+            }
+    FT_FREE(all);
+    if (status == FT_OK && elems != p[a].total)
+        status = ft_error(FT_ERR_DATA, "%s: \"%s\": %lld of its %lld elements are in no file",
+                          r->at.where, ft__io_show(p[a].name).text,
+                          (long long)(p[a].total - elems), (long long)p[a].total);
+    return status;
+}
+
+static ft_status ft__io_check_parts(ft__io_reading *r)
+{
+    if (r->n_parts > 1) qsort(r->parts, (size_t)r->n_parts, sizeof *r->parts, ft__io_by_part);
+    for (int64_t a = 0, b; a < r->n_parts; a = b) {
+        for (b = a + 1; b < r->n_parts && strcmp(r->parts[a].name, r->parts[b].name) == 0;) b++;
+        FT_TRY(ft__io_check_array(r, a, b));
+    }
+    if (r->m->n_settings > 1)
+        qsort((void *)(uintptr_t)r->m->settings, (size_t)r->m->n_settings, sizeof *r->m->settings,
+              ft__io_by_setting);
+    for (int64_t i = 1; i < r->m->n_settings; i++)
+        if (strcmp(r->m->settings[i - 1].key, r->m->settings[i].key) == 0)
+            return ft_error(FT_ERR_DATA, "%s: \"settings.%s\" is there twice", r->at.where,
+                            ft__io_show(r->m->settings[i].key).text);
+    return FT_OK;
+}
+
+static int64_t ft__io_count_parts(const cJSON *files)
+{
+    int64_t n = 0;
+    for (const cJSON *file = files->child; file != NULL; file = file->next)
+        for (const cJSON *key = file->child; key != NULL; key = key->next)
+            if (key->string != NULL && strcmp(key->string, "arrays") == 0)
+                for (const cJSON *part = key->child; part != NULL; part = part->next) n++;
+    return n;
+}
+
+static ft_status ft__io_read_manifest(ft__io_reading *r, const cJSON *root)
+{
+    static const char *const keys[] = {"format", "version", "serial", "step", "ranks", "settings",
+                                       "files", "xxh3"};
+    const cJSON *settings, *files;
+    const char *format;
+    int64_t version, ranks, n, i = 0;
+    uint64_t seal;
+    r->at.object = root;
+    if (!cJSON_IsObject(root)) return ft_error(FT_ERR_DATA, "%s: not a JSON object", r->at.where);
+    /* The version first: of another one these keys mean nothing. */
+    FT_TRY(ft__io_hf_get(&r->at, "version", &settings));
+    if (settings == NULL) return ft__io_hf_missing(&r->at, "version");
+    FT_TRY(ft__io_key_int(&r->at, "version", 1, 1, &version));
+    FT_TRY(ft__io_keys(&r->at, keys, 8));
+    FT_TRY(ft__io_key_text(&r->at, "format", &format));
+    if (strcmp(format, "femtotron checkpoint") != 0)
+        return ft__io_hf_bad(&r->at, "format", "\"femtotron checkpoint\"");
+    FT_TRY(ft__io_key_int(&r->at, "serial", 1, (int64_t)FT__IO_EXACT, &r->m->serial));
+    FT_TRY(ft__io_key_int(&r->at, "step", 0, (int64_t)FT__IO_EXACT, &r->m->step));
+    FT_TRY(ft__io_key_int(&r->at, "ranks", 1, 1 << 20, &ranks));
+    FT_TRY(ft__io_key_hex(&r->at, "xxh3", &seal));
+    FT_TRY(ft__io_hf_get(&r->at, "settings", &settings));
+    FT_TRY(ft__io_key_array(&r->at, "files", &files, &n));
+    if (n > ranks) return ft__io_hf_bad(&r->at, "files", "one for each rank at most");
+    r->m->ranks = (int)ranks;
+    FT_TRY(ft__io_read_settings(r, settings));
+    r->files = (ft_io_file *)ft__io_pool_get(&r->pool, (size_t)n + 1, sizeof *r->files);
+    r->parts = (ft_io_part *)ft__io_pool_get(&r->pool, (size_t)ft__io_count_parts(files) + 1,
+                                             sizeof *r->parts);
+    if (r->files == NULL || r->parts == NULL) return ft__io_manifest_oom(r);
+    for (const cJSON *child = files->child; child != NULL; child = child->next, i++)
+        FT_TRY(ft__io_read_file(r, child, (int)i));
+    FT_TRY(ft__io_check_parts(r));
+    r->m->n_files = n;
+    r->m->n_parts = r->n_parts;
+    r->m->files = r->files;
+    r->m->parts = r->parts;
+    return FT_OK;
+}
+
+/* cJSON keeps the place of its last error in a global variable: one thread at a time. */
+static pthread_mutex_t ft__io_json_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static cJSON *ft__io_json_tree(const char *text, size_t length, const char *where)
+{
+    const char *end = NULL;
+    pthread_mutex_lock(&ft__io_json_lock);
+    cJSON *root = cJSON_ParseWithLengthOpts(text, length, &end, 0);
+    pthread_mutex_unlock(&ft__io_json_lock);
+    const char *after = end;
+    while (root != NULL && after < text + length && strchr(" \t\r\n", *after) && *after) after++;
+    if (root != NULL && after == text + length) return root;
+    cJSON_Delete(root);
+    (void)ft_error(FT_ERR_DATA, "%s: not JSON, at byte %lld of %zu", where,
+                   end == NULL ? 0LL : (long long)(end - text), length);
+    return NULL;
+}
+
+FT_API ft_status ft_io_manifest_parse(const char *text, size_t length, const char *where,
+                                      ft_io_manifest **out)
+{
+    ft__io_reading r;
+    if (text == NULL || where == NULL || out == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_manifest_parse: no argument may be NULL");
+    *out = NULL;
+    memset(&r, 0, sizeof r);
+    r.at.where = where;
+    r.at.inside = r.inside;
+    cJSON *root = ft__io_json_tree(text, length, where);
+    if (root == NULL) return FT_ERR_DATA;
+    r.m = (ft_io_manifest *)ft__io_pool_get(&r.pool, 1, sizeof *r.m);
+    if (r.m != NULL) r.m->where = ft__io_pool_text(&r, where);
+    ft_status status = r.m != NULL && r.m->where != NULL ? ft__io_read_manifest(&r, root)
+                                                         : ft__io_manifest_oom(&r);
+    cJSON_Delete(root);
+    if (status != FT_OK) {
+        ft__io_pool_free(r.pool);
+        return status;
+    }
+    r.m->memory = r.pool;
+    *out = r.m;
+    return FT_OK;
+}
+
+FT_API void ft_io_manifest_free(ft_io_manifest *manifest)
+{
+    if (manifest != NULL) ft__io_pool_free((ft__io_pool *)manifest->memory);
+}
+
+FT_API const char *ft_io_manifest_text(const ft_io_manifest *manifest, const char *key)
+{
+    for (int64_t i = 0; manifest != NULL && key != NULL && i < manifest->n_settings; i++)
+        if (strcmp(manifest->settings[i].key, key) == 0) return manifest->settings[i].value;
+    return NULL;
+}
+
+static ft_status ft__io_setting_bad(const ft_io_manifest *m, const char *key, const char *wanted)
+{
+    const char *text = ft_io_manifest_text(m, key);
+    if (text == NULL) return ft_error(FT_ERR_DATA, "%s: setting %s is missing", m->where, key);
+    return ft_error(FT_ERR_DATA, "%s: setting %s is \"%s\", not %s", m->where, key,
+                    ft__io_show(text).text, wanted);
+}
+
+FT_API ft_status ft_io_manifest_int(const ft_io_manifest *manifest, const char *key, int64_t *value)
+{
+    const char *text = ft_io_manifest_text(manifest, key);
+    char *end;
+    if (text == NULL || !(text[0] == '-' || (text[0] >= '0' && text[0] <= '9')))
+        return ft__io_setting_bad(manifest, key, "a whole number");
+    errno = 0;
+    const long long parsed = strtoll(text, &end, 10);
+    if (errno != 0 || *end != 0) return ft__io_setting_bad(manifest, key, "a whole number");
+    *value = (int64_t)parsed;
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_manifest_real(const ft_io_manifest *manifest, const char *key, double *value)
+{
+    const char *text = ft_io_manifest_text(manifest, key);
+    char *end;
+    if (text == NULL || text[0] == 0 || strspn(text, "+-.0123456789eE") != strlen(text))
+        return ft__io_setting_bad(manifest, key, "a number");
+    *value = strtod(text, &end);
+    if (*end != 0 || !isfinite(*value)) return ft__io_setting_bad(manifest, key, "a number");
+    return FT_OK;
+}
+
+/* DIRECTORY/NAME, to be freed; NULL without memory. */
+static char *ft__io_join(const char *directory, const char *name)
+{
+    const size_t n = strlen(directory), m = strlen(name);
+    char *path = (char *)FT_MALLOC(n + m + 2);
+    if (path == NULL) return NULL;
+    memcpy(path, directory, n);
+    path[n] = '/';
+    memcpy(path + n + 1, name, m + 1);
+    return path;
+}
+
+/* The bytes of a regular file (no link), terminated, to be freed. */
+static ft_status ft__io_slurp(const char *path, size_t most, char **text, size_t *n)
+{
+    struct stat info;
+    const int fd = ft__io_open_fd(path, O_RDONLY | O_NONBLOCK | O_NOFOLLOW);
+    if (fd < 0) return ft_error(FT_ERR_IO, "%s: cannot open: %s", path, strerror(errno));
+    ft_status status = FT_OK;
+    *text = NULL;
+    *n = 0;
+    if (fstat(fd, &info) != 0 || !S_ISREG(info.st_mode))
+        status = ft_error(FT_ERR_IO, "%s: not a regular file", path);
+    else if ((uint64_t)info.st_size > (uint64_t)most)
+        status = ft_error(FT_ERR_DATA, "%s: %lld bytes are more than the %zu that it may have",
+                          path, (long long)info.st_size, most);
+    else if ((*text = (char *)FT_MALLOC((size_t)info.st_size + 1)) == NULL)
+        status = ft__io_oom(path, (size_t)info.st_size + 1);
+    while (status == FT_OK && *n < (size_t)info.st_size) {
+        const ssize_t got = read(fd, *text + *n, (size_t)info.st_size - *n);
+        if (got > 0) *n += (size_t)got;
+        else if (got == 0 || errno != EINTR)
+            status = ft_error(FT_ERR_IO, "%s: cannot read: %s", path,
+                              got == 0 ? "it became shorter" : strerror(errno));
+    }
+    close(fd);
+    if (status == FT_OK) (*text)[*n] = 0;
+    else FT_FREE(*text);
+    return status;
+}
+
+/* The manifest ends with ,"xxh3":"HASH"} and a line break, HASH being that of all before the comma.
+   So a text that was changed, or cut short anywhere, is refused before it is parsed. */
+enum { FT__IO_SEAL_BYTES = 28 };
+
+static void ft__io_seal(const char *text, size_t n, char *seal)
+{
+    snprintf(seal, FT__IO_SEAL_BYTES + 1, ",\"xxh3\":\"%016llx\"}\n",
+             (unsigned long long)XXH3_64bits(text, n));
+}
+
+static ft_status ft__io_check_seal(const char *path, const char *text, size_t n)
+{
+    char seal[FT__IO_SEAL_BYTES + 1];
+    if (n < FT__IO_SEAL_BYTES || memcmp(text + n - FT__IO_SEAL_BYTES, ",\"xxh3\":\"", 9) != 0 ||
+        memcmp(text + n - 3, "\"}\n", 3) != 0)
+        return ft_error(FT_ERR_DATA, "%s: does not end with its own hash: cut short, or changed",
+                        path);
+    ft__io_seal(text, n - FT__IO_SEAL_BYTES, seal);
+    if (memcmp(seal, text + n - FT__IO_SEAL_BYTES, FT__IO_SEAL_BYTES) == 0) return FT_OK;
+    return ft_error(FT_ERR_DATA, "%s: its hash is another than it says: changed, or damaged", path);
+}
+
+static ft_status ft__io_check_file(const ft_io_manifest *m, const char *directory,
+                                   const ft_io_file *file)
+{
+    struct stat info;
+    char *path = ft__io_join(directory, file->name);
+    ft_status status = FT_OK;
+    if (path == NULL) return ft__io_oom(directory, strlen(directory));
+    if (lstat(path, &info) != 0)
+        status = ft_error(FT_ERR_DATA, "%s: %s that it names: %s", m->where, file->name,
+                          strerror(errno));
+    else if (!S_ISREG(info.st_mode))
+        status = ft_error(FT_ERR_DATA, "%s: %s that it names is no regular file", m->where,
+                          file->name);
+    else if (info.st_size != file->bytes)
+        status = ft_error(FT_ERR_DATA, "%s: %s has %lld bytes, not %lld", m->where, file->name,
+                          (long long)info.st_size, (long long)file->bytes);
+    FT_FREE(path);
+    return status;
+}
+
+FT_API ft_status ft_io_manifest_open(const char *directory, ft_io_manifest **out)
+{
+    char *text = NULL, *path;
+    size_t n = 0;
+    if (directory == NULL || out == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_manifest_open: no argument may be NULL");
+    *out = NULL;
+    path = ft__io_join(directory, "manifest.json");
+    if (path == NULL) return ft__io_oom(directory, strlen(directory));
+    ft_status status = ft__io_slurp(path, FT__IO_MAX_MANIFEST, &text, &n);
+    if (status == FT_OK) {
+        status = ft__io_check_seal(path, text, n);
+        if (status == FT_OK) status = ft_io_manifest_parse(text, n, path, out);
+        FT_FREE(text);
+    }
+    for (int64_t i = 0; status == FT_OK && i < (*out)->n_files; i++)
+        status = ft__io_check_file(*out, directory, &(*out)->files[i]);
+    if (status != FT_OK) {
+        ft_io_manifest_free(*out);
+        *out = NULL;
+    }
+    FT_FREE(path);
+    return status;
+}
+
+/* -------------------------------------------------------------------------------- >>reader.impl */
+
+/* "step-DIGITS", or that and ".was-..." : the step; -1 for any other name. */
+static int64_t ft__io_step_of(const char *name, int *was)
+{
+    int64_t step = 0;
+    const char *c = name + 5;
+    *was = 0;
+    if (strncmp(name, "step-", 5) != 0 || *c < '0' || *c > '9') return -1;
+    for (; *c >= '0' && *c <= '9'; c++) {
+        if (step > (INT64_MAX - 9) / 10) return -1;
+        step = step * 10 + (*c - '0');
+    }
+    *was = strncmp(c, ".was-", 5) == 0;
+    return *c == 0 || *was ? step : -1;
+}
+
+/* The serial from the first bytes of a manifest, which begins as _commit writes it; -1 without. */
+static int64_t ft__io_serial_of(const char *directory)
+{
+    char head[128], *path = ft__io_join(directory, "manifest.json");
+    long long serial = -1;
+    if (path == NULL) return -1;
+    const int fd = ft__io_open_fd(path, O_RDONLY | O_NONBLOCK | O_NOFOLLOW);
+    FT_FREE(path);
+    if (fd < 0) return -1;
+    const ssize_t got = read(fd, head, sizeof head - 1);
+    close(fd);
+    head[got > 0 ? got : 0] = 0;
+    if (sscanf(head, "{\"format\":\"femtotron checkpoint\",\"version\":1,\"serial\":%18lld",
+               &serial) != 1 || serial < 1) return -1;
+    return (int64_t)serial;
+}
+
+static int ft__io_by_serial(const void *a, const void *b)
+{
+    const ft_io_entry *x = (const ft_io_entry *)a, *y = (const ft_io_entry *)b;
+    if (x->serial != y->serial) return x->serial > y->serial ? -1 : 1;
+    if (x->step != y->step) return x->step > y->step ? -1 : 1;
+    return strcmp(x->name, y->name);
+}
+
+/* A replaced checkpoint counts only while its successor is not there. */
+static int64_t ft__io_drop_replaced(ft_io_entry *e, int64_t n)
+{
+    int64_t kept = 0;
+    for (int64_t i = 0; i < n; i++) {
+        int was, other, replaced = 0;
+        (void)ft__io_step_of(e[i].name, &was);
+        for (int64_t k = 0; k < n && was; k++) {
+            (void)ft__io_step_of(e[k].name, &other);
+            replaced |= !other && e[k].step == e[i].step;
+        }
+        e[i].serial = replaced ? -2 : e[i].serial;
+    }
+    for (int64_t i = 0; i < n; i++)
+        if (e[i].serial > -2) e[kept++] = e[i];
+    return kept;
+}
+
+FT_API void ft_io_checkpoint_list_free(ft_io_entry *entries) { FT_FREE(entries); }
+
+FT_API ft_status ft_io_checkpoint_list(const char *dir, int64_t *n, ft_io_entry **entries)
+{
+    size_t room = 0, count = 0;
+    if (dir == NULL || n == NULL || entries == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_checkpoint_list: no argument may be NULL");
+    *entries = NULL;
+    *n = 0;
+    DIR *open_dir = opendir(dir);
+    if (open_dir == NULL && errno == ENOENT) return FT_OK;
+    if (open_dir == NULL)
+        return ft_error(FT_ERR_IO, "%s: cannot list it: %s", dir, strerror(errno));
+    ft_status status = FT_OK;
+    for (struct dirent *d; status == FT_OK && (d = readdir(open_dir)) != NULL;) {
+        int was;
+        const int64_t step = ft__io_step_of(d->d_name, &was);
+        if (step < 0 || strlen(d->d_name) >= sizeof (*entries)->name) continue;
+        void *grown = ft__io_grow(*entries, count, &room, sizeof **entries);
+        char *path = ft__io_join(dir, d->d_name);
+        if (grown == NULL || path == NULL) status = ft__io_oom(dir, 2 * count * sizeof **entries);
+        else {
+            ft_io_entry *e = (ft_io_entry *)grown + count++;
+            memset(e, 0, sizeof *e);
+            snprintf(e->name, sizeof e->name, "%.90s", d->d_name);
+            e->step = step;
+            e->serial = ft__io_serial_of(path);
+        }
+        if (grown != NULL) *entries = (ft_io_entry *)grown;
+        FT_FREE(path);
+    }
+    closedir(open_dir);
+    if (status != FT_OK) {
+        FT_FREE(*entries);
+        *entries = NULL;
+        return status;
+    }
+    *n = ft__io_drop_replaced(*entries, (int64_t)count);
+    if (*n > 1) qsort(*entries, (size_t)*n, sizeof **entries, ft__io_by_serial);
+    return FT_OK;
+}
+
+struct ft_io_reader {
+    ft_io_manifest *manifest;
+    char *directory;
+    ft_io_safetensors **file;  /* [n_files] NULL until it is read from */
+    unsigned char **checked;   /* [n_parts] a byte a block; NULL until it is read from */
+};
+
+FT_API void ft_io_reader_close(ft_io_reader *reader)
+{
+    if (reader == NULL) return;
+    for (int64_t i = 0; reader->file != NULL && i < reader->manifest->n_files; i++)
+        ft_io_safetensors_close(reader->file[i]);
+    for (int64_t i = 0; reader->checked != NULL && i < reader->manifest->n_parts; i++)
+        FT_FREE(reader->checked[i]);
+    FT_FREE((void *)reader->file);
+    FT_FREE((void *)reader->checked);
+    FT_FREE(reader->directory);
+    ft_io_manifest_free(reader->manifest);
+    FT_FREE(reader);
+}
+
+FT_API ft_status ft_io_reader_open(const char *directory, ft_io_reader **out)
+{
+    ft_io_manifest *m;
+    if (directory == NULL || out == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_reader_open: no argument may be NULL");
+    *out = NULL;
+    FT_TRY(ft_io_manifest_open(directory, &m));
+    const size_t files = ((size_t)m->n_files + 1) * sizeof(ft_io_safetensors *);
+    const size_t parts = ((size_t)m->n_parts + 1) * sizeof(unsigned char *);
+    ft_io_reader *r = (ft_io_reader *)FT_MALLOC(sizeof *r);
+    if (r == NULL) {
+        ft_io_manifest_free(m);
+        return ft__io_oom(directory, sizeof *r);
+    }
+    r->manifest = m;
+    r->directory = ft__io_copy(directory);
+    r->file = (ft_io_safetensors **)FT_MALLOC(files);
+    r->checked = (unsigned char **)FT_MALLOC(parts);
+    if (r->file != NULL) memset((void *)r->file, 0, files);
+    if (r->checked != NULL) memset((void *)r->checked, 0, parts);
+    if (r->directory == NULL || r->file == NULL || r->checked == NULL) {
+        ft_io_reader_close(r);
+        return ft__io_oom(directory, files + parts);
+    }
+    *out = r;
+    return FT_OK;
+}
+
+FT_API const ft_io_manifest *ft_io_reader_manifest(const ft_io_reader *reader)
+{
+    return reader->manifest;
+}
+
+/* The parts of an array: first..end-1. */
+static void ft__io_parts_of(const ft_io_manifest *m, const char *name, int64_t *first, int64_t *end)
+{
+    int64_t low = 0, high = m->n_parts;
+    while (low < high) { /* the least that is not before the name is in low..high */
+        const int64_t middle = low + (high - low) / 2;
+        if (strcmp(m->parts[middle].name, name) < 0) low = middle + 1;
+        else high = middle;
+    }
+    *first = *end = low;
+    while (*end < m->n_parts && strcmp(m->parts[*end].name, name) == 0) ++*end;
+}
+
+FT_API int ft_io_reader_has(const ft_io_reader *reader, const char *name)
+{
+    int64_t first, end;
+    ft__io_parts_of(reader->manifest, name, &first, &end);
+    return end > first;
+}
+
+/* Maps a file and checks the hash of its header. */
+static ft_status ft__io_reader_file(ft_io_reader *r, int index)
+{
+    const ft_io_file *file = &r->manifest->files[index];
+    ft_io_safetensors *opened;
+    if (r->file[index] != NULL) return FT_OK;
+    FT_TRY(ft__io_check_file(r->manifest, r->directory, file)); /* no link has come since */
+    char *path = ft__io_join(r->directory, file->name);
+    if (path == NULL) return ft__io_oom(r->directory, strlen(r->directory));
+    ft_status status = ft_io_safetensors_open(path, &opened);
+    if (status == FT_OK) {
+        const uint64_t header = 8 + ft__io_load((const unsigned char *)opened->map.base, 8);
+        r->file[index] = opened;
+        if (XXH3_64bits(opened->map.base, (size_t)header) != file->header_xxh3)
+            status = ft_error(FT_ERR_DATA, "%s: the hash of its header is another than the "
+                              "manifest's: damaged", path);
+        if ((int64_t)opened->map.bytes != file->bytes)
+            status = ft_error(FT_ERR_DATA, "%s: has %zu bytes, not %lld", path, opened->map.bytes,
+                              (long long)file->bytes);
+    }
+    FT_FREE(path);
+    return status;
+}
+
+/* The data of a part, as the file's header has it. */
+static ft_status ft__io_part_data(ft_io_reader *r, int64_t index, const unsigned char **data)
+{
+    const ft_io_part *part = &r->manifest->parts[index];
+    FT_TRY(ft__io_reader_file(r, part->file));
+    const ft_io_tensor *t = ft_io_safetensors_find(r->file[part->file], part->name);
+    if (t == NULL || t->dtype != FT_IO_F32 || t->elems != part->elems)
+        return ft_error(FT_ERR_DATA, "%s/%s: has no \"%s\" of %lld F32 elements, as the manifest "
+                        "says", r->directory, r->manifest->files[part->file].name,
+                        ft__io_show(part->name).text, (long long)part->elems);
+    *data = (const unsigned char *)t->data;
+    if (r->checked[index] != NULL) return FT_OK;
+    r->checked[index] = (unsigned char *)FT_MALLOC((size_t)part->n_blocks);
+    if (r->checked[index] == NULL) return ft__io_oom(r->directory, (size_t)part->n_blocks);
+    memset(r->checked[index], 0, (size_t)part->n_blocks);
+    return FT_OK;
+}
+
+/* values[n] = elements from..from+n-1 of a part, whose blocks are checked when first met. */
+static ft_status ft__io_part_copy(ft_io_reader *r, int64_t index, int64_t from, int64_t n,
+                                  float *values)
+{
+    const ft_io_part *part = &r->manifest->parts[index];
+    const unsigned char *data = NULL;
+    FT_TRY(ft__io_part_data(r, index, &data));
+    for (int64_t b = from / FT_IO_BLOCK_ELEMS; b <= (from + n - 1) / FT_IO_BLOCK_ELEMS; b++) {
+        const int64_t block = FT_IO_BLOCK_ELEMS, first = b * block, left = part->elems - first;
+        const int64_t elems = left < block ? left : block;
+        if (r->checked[index][b]) continue;
+        if (XXH3_64bits(data + 4 * first, (size_t)elems * 4) != part->block[b])
+            return ft_error(FT_ERR_DATA, "%s/%s: \"%s\": the hash of elements %lld to %lld of the "
+                            "file's is another than the manifest's: damaged", r->directory,
+                            r->manifest->files[part->file].name, ft__io_show(part->name).text,
+                            (long long)first, (long long)(first + elems - 1));
+        r->checked[index][b] = 1;
+    }
+    memcpy(values, data + 4 * from, (size_t)n * 4);
+    return FT_OK;
+}
+
+/* What a part has of elements a..b-1; adds their number to *found. */
+static ft_status ft__io_part_overlap(ft_io_reader *r, int64_t index, int64_t a, int64_t b,
+                                     float *values, int64_t *found)
+{
+    const ft_io_part *part = &r->manifest->parts[index];
+    int64_t before = 0; /* elements of the part in earlier runs */
+    for (int64_t i = 0; i < part->n_runs; i++) {
+        const ft_io_run *run = &part->run[i];
+        if (run->first >= b) return FT_OK;
+        if (ft__io_run_end(run) > a) {
+            int64_t k = a <= run->first ? 0 : (a - run->first) / run->stride;
+            for (; k < run->count && run->first + k * run->stride < b; k++) {
+                int64_t low = run->first + k * run->stride, high = low + run->n;
+                const int64_t piece = before + k * run->n - low; /* + element: its place */
+                if (low < a) low = a;
+                if (high > b) high = b;
+                if (low >= high) continue;
+                FT_TRY(ft__io_part_copy(r, index, piece + low, high - low, values + (low - a)));
+                *found += high - low;
+            }
+        }
+        before += run->n * run->count;
+    }
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_reader_read(ft_io_reader *r, const char *name, int ndim,
+                                   const int64_t *shape, int n_runs, const ft_io_run *runs,
+                                   float *values)
+{
+    int64_t first, end, total = 1;
+    const ft_io_manifest *m = r->manifest;
+    ft__io_parts_of(m, name, &first, &end);
+    if (first == end)
+        return ft_error(FT_ERR_DATA, "%s: has no array \"%s\"", m->where, ft__io_show(name).text);
+    const ft_io_part *p = &m->parts[first];
+    int differs = ndim != p->ndim;
+    for (int k = 0; k < ndim && !differs; k++) differs = shape[k] != p->shape[k];
+    if (differs)
+        return ft_error(FT_ERR_DATA, "%s: \"%s\" has %d dimensions, the first %lld, the last %lld; "
+                        "wanted are %d, %lld, %lld", m->where, ft__io_show(name).text, p->ndim,
+                        (long long)p->shape[0], (long long)p->shape[p->ndim - 1], ndim,
+                        (long long)shape[0], (long long)shape[ndim - 1]);
+    for (int k = 0; k < ndim; k++) total *= shape[k];
+    for (int i = 0; i < n_runs; i++) {
+        if (!ft__io_run_fits(&runs[i], total))
+            return ft_error(FT_ERR_ARG, "ft_io_reader_read: \"%s\": run %d of %lld elements from "
+                            "%lld on is outside its %lld", ft__io_show(name).text, i,
+                            (long long)runs[i].n, (long long)runs[i].first, (long long)total);
+        for (int64_t k = 0; k < runs[i].count; k++, values += runs[i].n) {
+            const int64_t a = runs[i].first + k * runs[i].stride;
+            int64_t found = 0;
+            for (int64_t part = first; part < end; part++)
+                FT_TRY(ft__io_part_overlap(r, part, a, a + runs[i].n, values, &found));
+            if (found != runs[i].n)
+                return ft_error(FT_ERR_DATA, "%s: \"%s\": of elements %lld to %lld %lld are in no "
+                                "file", m->where, ft__io_show(name).text, (long long)a,
+                                (long long)(a + runs[i].n - 1), (long long)(runs[i].n - found));
+        }
+    }
+    return FT_OK;
+}
+
+/* ---------------------------------------------------------------------------- >>checkpoint.impl */
+
+typedef struct ft__io_staged { /* this rank's elements of an array */
+    char *name;
+    int ndim, n_runs;
+    int64_t shape[FT_IO_MAX_DIMS], elems;
+    ft_io_run *run;
+    float *values;
+} ft__io_staged;
+
+struct ft_io_checkpoint {
+    char *dir;
+    int keep, blocking, rank, world, idle; /* idle: on meta */
+    double timeout_s;
+    uint64_t nonce;
+    int64_t serial;            /* of the next checkpoint; rank 0's */
+    int lock;                  /* descriptor; -1 */
+    int open;                  /* between _begin and _commit */
+    double begun;
+    ft__io_pool *pool;         /* of the save */
+    ft__io_staged *staged;
+    size_t n_staged, staged_room;
+    ft_io_setting *settings;
+    size_t n_settings, settings_room;
+    char *temporary;           /* the directory that is being written */
+    pthread_t thread;
+    int running;               /* there is a thread to join */
+    pthread_mutex_t mutex;     /* of what follows */
+    int ended, cancelled, unseen; /* unseen: a report that nobody has been given */
+    ft_status status;
+    char message[1024];
+    ft_io_checkpoint_report report;
+};
+
+static double ft__io_now(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static ft_status ft__io_refused(const char *path, const char *what)
+{
+    return ft_error(FT_ERR_IO, "%s: cannot %s: %s", path, what, strerror(errno));
+}
+
+static int ft__io_mkdir(const char *path)
+{
+    const int error = FT_IO_FAULT("mkdir");
+    if (error != 0) errno = error;
+    return error != 0 ? -1 : mkdir(path, 0777);
+}
+
+/* The directory and those above it. */
+static ft_status ft__io_mkdirs(const char *path)
+{
+    struct stat info;
+    char *copy = ft__io_copy(path);
+    if (copy == NULL) return ft__io_oom(path, strlen(path) + 1);
+    for (char *c = copy + 1; *c != 0; c++) {
+        if (*c != '/') continue;
+        *c = 0;
+        (void)mkdir(copy, 0777); /* what is wrong shows at the last one */
+        *c = '/';
+    }
+    FT_FREE(copy);
+    if (ft__io_mkdir(path) == 0) return FT_OK;
+    if (errno != EEXIST) return ft__io_refused(path, "make the directory");
+    if (stat(path, &info) != 0 || !S_ISDIR(info.st_mode))
+        return ft_error(FT_ERR_IO, "%s: is there, and no directory", path);
+    return FT_OK;
+}
+
+/* A new file with these bytes, on the disk when this returns. */
+static ft_status ft__io_put_file(const char *path, const char *text, size_t n)
+{
+    const int fault = FT_IO_FAULT("open");
+    const int fd = fault != 0 ? -1 : ft__io_open_fd(path, O_WRONLY | O_CREAT | O_TRUNC);
+    if (fault != 0) errno = fault;
+    if (fd < 0) return ft__io_refused(path, "create");
+    int error = ft__io_write(fd, text, n, NULL);
+    if (error == 0 && ft__io_fsync(fd) != 0) error = errno;
+    if (close(fd) != 0 && error == 0) error = errno;
+    if (error == 0) return FT_OK;
+    unlink(path);
+    errno = error;
+    return ft__io_refused(path, "write");
+}
+
+static ft_status ft__io_sync_path(const char *directory)
+{
+    const int fd = ft__io_open_fd(directory, O_RDONLY);
+    if (fd < 0) return ft__io_refused(directory, "open");
+    const int failed = ft__io_fsync(fd) != 0 && errno != EINVAL;
+    const ft_status status = failed ? ft__io_refused(directory, "sync") : FT_OK;
+    close(fd);
+    return status;
+}
+
+/* Deletes DIR/NAME, a directory of files. Its new name comes first: a checkpoint that is half
+   deleted must not be taken for one. */
+static ft_status ft__io_remove(const char *dir, const char *name)
+{
+    char gone[160];
+    snprintf(gone, sizeof gone, "%s%.140s", strncmp(name, ".old-", 5) == 0 ? "" : ".old-", name);
+    char *from = ft__io_join(dir, name), *to = ft__io_join(dir, gone);
+    ft_status status = from && to ? FT_OK : ft__io_oom(dir, strlen(dir) + 160);
+    if (status == FT_OK && strcmp(from, to) != 0 && ft__io_rename(from, to) != 0)
+        status = ft__io_refused(from, "rename it to delete it");
+    DIR *open_dir = status == FT_OK ? opendir(to) : NULL;
+    if (status == FT_OK && open_dir == NULL) status = ft__io_refused(to, "list it to delete it");
+    for (struct dirent *d; open_dir != NULL && (d = readdir(open_dir)) != NULL;) {
+        if (strcmp(d->d_name, ".") == 0 || strcmp(d->d_name, "..") == 0) continue;
+        char *file = ft__io_join(to, d->d_name);
+        if (file != NULL) (void)unlink(file); /* what stays shows below */
+        FT_FREE(file);
+    }
+    if (open_dir != NULL) closedir(open_dir);
+    if (status == FT_OK && rmdir(to) != 0) status = ft__io_refused(to, "delete");
+    FT_FREE(from);
+    FT_FREE(to);
+    return status;
+}
+
+/* A replaced checkpoint whose successor never got the name takes its own again. */
+static ft_status ft__io_restore(const char *dir, const char *name)
+{
+    struct stat info;
+    char own[96];
+    snprintf(own, sizeof own, "%.*s", (int)(strstr(name, ".was-") - name), name);
+    char *from = ft__io_join(dir, name), *to = ft__io_join(dir, own);
+    ft_status status = from && to ? FT_OK : ft__io_oom(dir, strlen(dir) + 96);
+    if (status == FT_OK && lstat(to, &info) == 0) status = ft__io_remove(dir, name);
+    else if (status == FT_OK && ft__io_rename(from, to) != 0)
+        status = ft__io_refused(from, "rename");
+    FT_FREE(from);
+    FT_FREE(to);
+    return status;
+}
+
+/* What dead runs have left. Only with the lock: then nobody else is writing here. */
+static ft_status ft__io_clean(const char *dir)
+{
+    ft_status status = FT_OK;
+    for (int again = 1; again && status == FT_OK;) { /* names change: the list begins anew */
+        DIR *open_dir = opendir(dir);
+        if (open_dir == NULL) return ft__io_refused(dir, "list");
+        again = 0;
+        for (struct dirent *d; !again && status == FT_OK && (d = readdir(open_dir)) != NULL;) {
+            int was;
+            char name[160];
+            const char *tmp = strstr(d->d_name, ".tmp-");
+            if (strlen(d->d_name) >= 140) continue;
+            snprintf(name, sizeof name, "%.140s", d->d_name);
+            again = 1;
+            if (strncmp(name, ".old-step-", 10) == 0 ||
+                (strncmp(name, "step-", 5) == 0 && tmp != NULL)) status = ft__io_remove(dir, name);
+            else if (ft__io_step_of(name, &was) >= 0 && was) status = ft__io_restore(dir, name);
+            else again = 0;
+        }
+        closedir(open_dir);
+    }
+    return status;
+}
+
+static ft_status ft__io_lock(ft_io_checkpoint *c)
+{
+    char *path = ft__io_join(c->dir, "lock");
+    if (path == NULL) return ft__io_oom(c->dir, strlen(c->dir) + 6);
+    c->lock = ft__io_open_fd(path, O_RDWR | O_CREAT);
+    ft_status status = c->lock < 0 ? ft__io_refused(path, "create") : FT_OK;
+    if (status == FT_OK && flock(c->lock, LOCK_EX | LOCK_NB) != 0)
+        status = errno == EWOULDBLOCK
+                     ? ft_error(FT_ERR_IO, "%s: another run is writing checkpoints there", c->dir)
+                     : ft__io_refused(path, "lock");
+    FT_FREE(path);
+    return status;
+}
+
+/* Rank 0: the directory, the lock, and what the others must know. */
+static ft_status ft__io_prepare(ft_io_checkpoint *c)
+{
+    int64_t n = 0;
+    ft_io_entry *entries = NULL;
+    struct timespec now;
+    FT_TRY(ft__io_mkdirs(c->dir));
+    FT_TRY(ft__io_lock(c));
+    FT_TRY(ft__io_clean(c->dir));
+    FT_TRY(ft_io_checkpoint_list(c->dir, &n, &entries));
+    c->serial = n > 0 && entries[0].serial > 0 ? entries[0].serial + 1 : 1;
+    ft_io_checkpoint_list_free(entries);
+    clock_gettime(CLOCK_REALTIME, &now);
+    c->nonce = ft__io_mix((uint64_t)now.tv_sec * 1000000007u + (uint64_t)now.tv_nsec) ^
+               ft__io_mix((uint64_t)getpid() + 0x9e3779b97f4a7c15u);
+    return FT_OK;
+}
+
+/* Rank 0's nonce to all. */
+static ft_status ft__io_share_nonce(ft_ctx *ctx, ft_io_checkpoint *c)
+{
+    ft_group *group;
+    ft_tensor *shared;
+    int64_t three = 3;
+    int32_t word[3];
+    FT_TRY(ft_group_strided(ctx, "checkpoint", 0, 1, ft_world(ctx), &group));
+    FT_TRY(ft_tensor_create(ctx, &shared, FT_I32, 1, &three, FT_TAG_COMM));
+    word[0] = 1; /* version of this */
+    memcpy(&word[1], &c->nonce, sizeof c->nonce);
+    FT_TRY(ft_upload(shared, word));
+    FT_TRY(ft_broadcast(group, ft_stream_get(ctx, FT_STREAM_COMPUTE), shared, 0));
+    FT_TRY(ft_download(shared, word));
+    memcpy(&c->nonce, &word[1], sizeof c->nonce);
+    ft_tensor_free(shared);
+    return FT_OK;
+}
+
+static void ft__io_checkpoint_free(ft_io_checkpoint *c)
+{
+    for (size_t i = 0; i < c->n_staged; i++) FT_FREE(c->staged[i].values);
+    ft__io_pool_free(c->pool);
+    if (c->lock >= 0) close(c->lock);
+    pthread_mutex_destroy(&c->mutex);
+    FT_FREE(c->staged);
+    FT_FREE(c->settings);
+    FT_FREE(c->temporary);
+    FT_FREE(c->dir);
+    FT_FREE(c);
+}
+
+FT_API ft_status ft_io_checkpoint_create(ft_ctx *ctx, const ft_io_checkpoint_config *config,
+                                         ft_io_checkpoint **out)
+{
+    if (ctx == NULL || config == NULL || out == NULL || config->dir == NULL || !config->dir[0])
+        return ft_error(FT_ERR_ARG, "ft_io_checkpoint_create: ctx, a directory and out are needed");
+    *out = NULL;
+    if (config->keep < 0 || !(config->timeout_s >= 0))
+        return ft_error(FT_ERR_ARG, "ft_io_checkpoint_create: keep %d and a timeout of %g s must "
+                        "not be negative", config->keep, config->timeout_s);
+    ft_io_checkpoint *c = (ft_io_checkpoint *)FT_MALLOC(sizeof *c);
+    if (c == NULL) return ft__io_oom(config->dir, sizeof *c);
+    memset(c, 0, sizeof *c);
+    c->lock = -1;
+    pthread_mutex_init(&c->mutex, NULL);
+    c->keep = config->keep;
+    c->blocking = config->blocking;
+    c->timeout_s = config->timeout_s > 0 ? config->timeout_s : 600;
+    c->rank = ft_rank(ctx);
+    c->world = ft_world(ctx);
+    c->idle = ft_ctx_device(ctx) == FT_META;
+    c->dir = ft__io_copy(config->dir);
+    ft_status status = c->dir != NULL ? FT_OK : ft__io_oom(config->dir, strlen(config->dir) + 1);
+    if (status == FT_OK && c->rank == 0 && !c->idle) status = ft__io_prepare(c);
+    if (status == FT_OK) status = ft__io_share_nonce(ctx, c);
+    if (status == FT_OK) *out = c;
+    else ft__io_checkpoint_free(c);
+    return status;
+}
+
+/* ------------------------------------------------------------------------------- a rank's part */
+
+static ft_status ft__io_no_save(const ft_io_checkpoint *c, const char *call)
+{
+    return ft_error(FT_ERR_STATE, "%s: %s", call, c != NULL && c->open ?
+                    "a save is open: ft_io_checkpoint_commit ends it" :
+                    "ft_io_checkpoint_begin comes first");
+}
+
+FT_API ft_status ft_io_checkpoint_begin(ft_io_checkpoint *c, int64_t step)
+{
+    if (c == NULL || c->open) return ft__io_no_save(c, "ft_io_checkpoint_begin");
+    if (step < 0 || (double)step > FT__IO_EXACT)
+        return ft_error(FT_ERR_ARG, "ft_io_checkpoint_begin: step %lld", (long long)step);
+    c->open = c->idle;
+    if (c->idle) return FT_OK;
+    FT_TRY(ft_io_checkpoint_wait(c, NULL, NULL));
+    c->begun = ft__io_now();
+    const size_t room = strlen(c->dir) + 64;
+    FT_FREE(c->temporary);
+    c->temporary = (char *)FT_MALLOC(room);
+    if (c->temporary == NULL) return ft__io_oom(c->dir, room);
+    c->open = 1;
+    c->nonce = ft__io_mix(c->nonce + 0x9e3779b97f4a7c15u);
+    snprintf(c->temporary, room, "%s/step-%08lld.tmp-%016llx", c->dir, (long long)step,
+             (unsigned long long)c->nonce);
+    c->report.step = step;
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_checkpoint_set(ft_io_checkpoint *c, const char *key, const char *format, ...)
+{
+    char value[512];
+    va_list list;
+    if (c == NULL || !c->open) return ft__io_no_save(NULL, "ft_io_checkpoint_set");
+    if (c->idle || c->rank != 0) return FT_OK;
+    va_start(list, format);
+    const int n = vsnprintf(value, sizeof value, format, list);
+    va_end(list);
+    if (n < 0 || n >= (int)sizeof value || !ft__io_utf8_valid(value) || !ft__io_utf8_valid(key))
+        return ft_error(FT_ERR_ARG, "ft_io_checkpoint_set: %s: more than 511 bytes, or not UTF-8",
+                        ft__io_show(key).text);
+    for (size_t i = 0; i < c->n_settings; i++)
+        if (strcmp(c->settings[i].key, key) == 0)
+            return ft_error(FT_ERR_ARG, "ft_io_checkpoint_set: %s was set before", key);
+    void *grown = ft__io_grow(c->settings, c->n_settings, &c->settings_room, sizeof *c->settings);
+    if (grown == NULL) return ft__io_oom(c->dir, c->n_settings * 2 * sizeof *c->settings);
+    c->settings = (ft_io_setting *)grown;
+    char *text = (char *)ft__io_pool_get(&c->pool, strlen(key) + strlen(value) + 2, 1);
+    if (text == NULL) return ft__io_oom(c->dir, strlen(key) + strlen(value) + 2);
+    memcpy(text, key, strlen(key));
+    memcpy(text + strlen(key) + 1, value, strlen(value));
+    c->settings[c->n_settings].key = text;
+    c->settings[c->n_settings++].value = text + strlen(key) + 1;
+    return FT_OK;
+}
+
+static ft_status ft__io_check_added(const char *name, int ndim, const int64_t *shape, int n_runs,
+                                    const ft_io_run *runs, int64_t *elems)
+{
+    int64_t total = 1, end = 0;
+    *elems = 0;
+    if (ndim < 1 || ndim > FT_IO_MAX_DIMS || n_runs < 1)
+        return ft_error(FT_ERR_ARG, "ft_io_checkpoint_add: \"%s\": %d dimensions and %d runs", name,
+                        ndim, n_runs);
+    for (int k = 0; k < ndim; k++) {
+        if (shape[k] < 1 || total > (int64_t)(FT__IO_EXACT / 4) / shape[k])
+            return ft_error(FT_ERR_SHAPE, "ft_io_checkpoint_add: \"%s\": dimension %d is %lld",
+                            name, k, (long long)shape[k]);
+        total *= shape[k];
+    }
+    for (int i = 0; i < n_runs; i++) {
+        const int64_t stride = runs[i].count == 1 ? runs[i].n : shape[ndim - 1];
+        if (!ft__io_run_fits(&runs[i], total) || runs[i].stride != stride || runs[i].first < end)
+            return ft_error(FT_ERR_ARG, "ft_io_checkpoint_add: \"%s\": run %d (first %lld, n %lld, "
+                            "stride %lld, count %lld) does not ascend in its %lld elements", name,
+                            i, (long long)runs[i].first, (long long)runs[i].n,
+                            (long long)runs[i].stride, (long long)runs[i].count,
+                            (long long)total);
+        end = ft__io_run_end(&runs[i]);
+        *elems += runs[i].n * runs[i].count;
+    }
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_checkpoint_add(ft_io_checkpoint *c, const char *name, int ndim,
+                                      const int64_t *shape, int n_runs, const ft_io_run *runs,
+                                      float **values)
+{
+    int64_t elems;
+    if (c == NULL || !c->open) return ft__io_no_save(NULL, "ft_io_checkpoint_add");
+    *values = NULL;
+    FT_TRY(ft__io_check_added(name, ndim, shape, n_runs, runs, &elems));
+    if (c->idle) return FT_OK;
+    void *grown = ft__io_grow(c->staged, c->n_staged, &c->staged_room, sizeof *c->staged);
+    if (grown == NULL) return ft__io_oom(c->dir, c->n_staged * 2 * sizeof *c->staged);
+    c->staged = (ft__io_staged *)grown;
+    ft__io_staged *s = &c->staged[c->n_staged];
+    memset(s, 0, sizeof *s);
+    s->name = (char *)ft__io_pool_get(&c->pool, strlen(name) + 1, 1);
+    s->run = (ft_io_run *)ft__io_pool_get(&c->pool, (size_t)n_runs, sizeof *runs);
+    s->values = (float *)FT_MALLOC((size_t)elems * sizeof(float));
+    if (s->name == NULL || s->run == NULL || s->values == NULL) {
+        FT_FREE(s->values);
+        return ft__io_oom(name, (size_t)elems * sizeof(float));
+    }
+    memcpy(s->name, name, strlen(name) + 1);
+    memcpy(s->run, runs, (size_t)n_runs * sizeof *runs);
+    memcpy(s->shape, shape, (size_t)ndim * sizeof *shape);
+    s->ndim = ndim;
+    s->n_runs = n_runs;
+    s->elems = elems;
+    c->n_staged++;
+    *values = s->values;
+    return FT_OK;
+}
+
+/* The part's entry of the manifest: {"rank":3,"name":...,"arrays":[...]}. */
+static void ft__io_emit_part(const ft_io_checkpoint *c, const char *name, int64_t bytes,
+                             uint64_t header, ft_io_json *json)
+{
+    char hex[17];
+    ft_io_json_begin_object(json);
+    ft_io_json_key(json, "rank");
+    ft_io_json_int(json, c->rank);
+    ft_io_json_key(json, "name");
+    ft_io_json_string(json, name);
+    ft_io_json_key(json, "bytes");
+    ft_io_json_int(json, bytes);
+    ft_io_json_key(json, "header_xxh3");
+    snprintf(hex, sizeof hex, "%016llx", (unsigned long long)header);
+    ft_io_json_string(json, hex);
+    ft_io_json_key(json, "arrays");
+    ft_io_json_begin_array(json);
+    for (size_t i = 0; i < c->n_staged; i++) {
+        const ft__io_staged *s = &c->staged[i];
+        ft_io_json_begin_object(json);
+        ft_io_json_key(json, "name");
+        ft_io_json_string(json, s->name);
+        ft_io_json_key(json, "shape");
+        ft_io_json_begin_array(json);
+        for (int k = 0; k < s->ndim; k++) ft_io_json_int(json, s->shape[k]);
+        ft_io_json_end_array(json);
+        ft_io_json_key(json, "runs");
+        ft_io_json_begin_array(json);
+        for (int k = 0; k < s->n_runs; k++) {
+            ft_io_json_int(json, s->run[k].first);
+            ft_io_json_int(json, s->run[k].n);
+            ft_io_json_int(json, s->run[k].stride);
+            ft_io_json_int(json, s->run[k].count);
+        }
+        ft_io_json_end_array(json);
+        ft_io_json_key(json, "xxh3");
+        ft_io_json_begin_array(json);
+        for (int64_t at = 0; at < s->elems; at += FT_IO_BLOCK_ELEMS) {
+            const int64_t block = FT_IO_BLOCK_ELEMS, left = s->elems - at;
+            const int64_t n = left < block ? left : block;
+            snprintf(hex, sizeof hex, "%016llx",
+                     (unsigned long long)XXH3_64bits(s->values + at, (size_t)n * 4));
+            ft_io_json_string(json, hex);
+        }
+        ft_io_json_end_array(json);
+        ft_io_json_end_object(json);
+    }
+    ft_io_json_end_array(json);
+    ft_io_json_end_object(json);
+}
+
+/* Bytes of the file that was written, and the hash of what is before its data. */
+static ft_status ft__io_measure(const char *path, int64_t *bytes, uint64_t *header)
+{
+    ft__io_map map;
+    FT_TRY(ft__io_map_open(path, &map));
+    *bytes = (int64_t)map.bytes;
+    const uint64_t n = map.bytes < 8 ? 0 : 8 + ft__io_load((const unsigned char *)map.base, 8);
+    const int whole = n >= 8 && n <= map.bytes;
+    *header = whole ? (uint64_t)XXH3_64bits(map.base, (size_t)n) : 0;
+    ft__io_map_close(&map);
+    return whole ? FT_OK : ft_error(FT_ERR_DATA, "%s: is not what was written", path);
+}
+
+static ft_status ft__io_write_tensors(const ft_io_checkpoint *c, const char *path)
+{
+    ft_io_safetensors_writer *writer;
+    FT_TRY(ft_io_safetensors_create(path, &writer));
+    for (size_t i = 0; i < c->n_staged; i++) {
+        const ft__io_staged *s = &c->staged[i];
+        const ft_status status = ft_io_safetensors_add(writer, s->name, FT_IO_F32, 1, &s->elems,
+                                                       s->values);
+        if (status == FT_OK) continue;
+        ft_io_safetensors_abandon(writer);
+        return status;
+    }
+    return ft_io_safetensors_finish(writer);
+}
+
+/* rank-R.done: the hash of the entry, a line break, the entry. Renamed into place when it is on the
+   disk, as the part before it. A rank that stores nothing has an entry without a file: no text. */
+static ft_status ft__io_write_done(const char *temporary, const char *done, const char *text,
+                                   size_t n)
+{
+    char head[24];
+    char *whole = (char *)FT_MALLOC(n + sizeof head), *path = ft__io_join(temporary, done);
+    char *half = path == NULL ? NULL : (char *)FT_MALLOC(strlen(path) + 8);
+    ft_status status = whole && path && half ? FT_OK : ft__io_oom(temporary, n);
+    if (status == FT_OK) {
+        snprintf(head, sizeof head, "%016llx\n", (unsigned long long)XXH3_64bits(text, n));
+        memcpy(whole, head, 17);
+        memcpy(whole + 17, text, n);
+        snprintf(half, strlen(path) + 8, "%s-half", path);
+        status = ft__io_put_file(half, whole, n + 17);
+        if (status == FT_OK && ft__io_rename(half, path) != 0)
+            status = ft__io_refused(half, "rename");
+    }
+    FT_FREE(whole);
+    FT_FREE(path);
+    FT_FREE(half);
+    return status;
+}
+
+static ft_status ft__io_write_part(ft_io_checkpoint *c)
+{
+    char name[40], done[40];
+    ft_io_json json;
+    int64_t bytes = 0;
+    uint64_t header = 0;
+    memset(&json, 0, sizeof json);
+    json.name = c->dir;
+    snprintf(name, sizeof name, "rank-%05d.safetensors", c->rank);
+    snprintf(done, sizeof done, "rank-%05d.done", c->rank);
+    if (ft__io_mkdir(c->temporary) != 0 && errno != EEXIST)
+        return ft__io_refused(c->temporary, "make the directory");
+    if (c->n_staged == 0) return ft__io_write_done(c->temporary, done, "", 0);
+    char *path = ft__io_join(c->temporary, name);
+    if (path == NULL) return ft__io_oom(c->temporary, strlen(c->temporary) + 40);
+    ft_status status = ft__io_write_tensors(c, path);
+    if (status == FT_OK) status = ft__io_measure(path, &bytes, &header);
+    if (status == FT_OK) {
+        ft__io_emit_part(c, name, bytes, header, &json);
+        status = ft__io_json_status(&json);
+    }
+    if (status == FT_OK) status = ft__io_write_done(c->temporary, done, json.text.bytes,
+                                                    json.text.n);
+    if (status == FT_OK) c->report.bytes = bytes;
+    FT_FREE(json.text.bytes);
+    FT_FREE(path);
+    return status;
+}
+
+/* ---------------------------------------------------------------------- rank 0 makes them whole */
+
+/* What a rank says about its part. *status FT_OK and *text NULL: nothing yet. */
+static ft_status ft__io_read_done(const ft_io_checkpoint *c, int rank, char **text, size_t *n)
+{
+    char name[40], head[24];
+    struct stat info;
+    *text = NULL;
+    snprintf(name, sizeof name, "rank-%05d.failed", rank);
+    char *path = ft__io_join(c->temporary, name);
+    if (path == NULL) return ft__io_oom(c->temporary, strlen(c->temporary) + 40);
+    ft_status status = FT_OK;
+    if (lstat(path, &info) == 0 && ft__io_slurp(path, 4096, text, n) == FT_OK) {
+        status = ft_error(FT_ERR_IO, "%s: rank %d: %s", c->temporary, rank, *text);
+        FT_FREE(*text);
+        *text = NULL;
+    }
+    snprintf(strrchr(path, '.'), 8, ".done");
+    if (status == FT_OK && lstat(path, &info) == 0) {
+        status = ft__io_slurp(path, FT__IO_MAX_MANIFEST, text, n);
+        if (status == FT_OK) {
+            const uint64_t hash = *n < 17 ? 0 : (uint64_t)XXH3_64bits(*text + 17, *n - 17);
+            snprintf(head, sizeof head, "%016llx\n", (unsigned long long)hash);
+            if (*n < 17 || memcmp(*text, head, 17) != 0) {
+                status = ft_error(FT_ERR_DATA, "%s: damaged", path);
+                FT_FREE(*text);
+                *text = NULL;
+            }
+        }
+    }
+    FT_FREE(path);
+    return status;
+}
+
+static int ft__io_cancelled(ft_io_checkpoint *c)
+{
+    pthread_mutex_lock(&c->mutex);
+    const int cancelled = c->cancelled;
+    pthread_mutex_unlock(&c->mutex);
+    return cancelled;
+}
+
+/* Waits for the parts of all ranks, and puts their entries in the manifest. */
+static ft_status ft__io_gather_parts(ft_io_checkpoint *c, ft_io_json *json)
+{
+    double last = ft__io_now();
+    struct timespec pause;
+    pause.tv_sec = 0;
+    pause.tv_nsec = 1000000;
+    for (int rank = 0; rank < c->world;) {
+        char *text;
+        size_t n;
+        const double limit = ft__io_cancelled(c) && c->timeout_s > 5 ? 5 : c->timeout_s;
+        FT_TRY(ft__io_read_done(c, rank, &text, &n));
+        if (text != NULL) {
+            if (n > 17 && ft__io_json_value(json)) ft__io_json_put(json, text + 17, n - 17);
+            FT_FREE(text);
+            rank++;
+            last = ft__io_now();
+            continue;
+        }
+        if (ft__io_now() - last > limit)
+            return ft_error(FT_ERR_IO, "%s: the part of rank %d has not come within %g s",
+                            c->temporary, rank, limit);
+        nanosleep(&pause, NULL);
+        if (pause.tv_nsec < 50000000) pause.tv_nsec += pause.tv_nsec / 2;
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_emit_manifest(ft_io_checkpoint *c, ft_io_json *json)
+{
+    ft_io_json_begin_object(json);
+    ft_io_json_key(json, "format");
+    ft_io_json_string(json, "femtotron checkpoint");
+    ft_io_json_key(json, "version");
+    ft_io_json_int(json, 1);
+    ft_io_json_key(json, "serial");
+    ft_io_json_int(json, c->serial);
+    ft_io_json_key(json, "step");
+    ft_io_json_int(json, c->report.step);
+    ft_io_json_key(json, "ranks");
+    ft_io_json_int(json, c->world);
+    ft_io_json_key(json, "settings");
+    ft_io_json_begin_object(json);
+    for (size_t i = 0; i < c->n_settings; i++) {
+        ft_io_json_key(json, c->settings[i].key);
+        ft_io_json_string(json, c->settings[i].value);
+    }
+    ft_io_json_end_object(json);
+    ft_io_json_key(json, "files");
+    ft_io_json_begin_array(json);
+    FT_TRY(ft__io_gather_parts(c, json));
+    ft_io_json_end_array(json);
+    if (json->status == FT_OK) {
+        char seal[FT__IO_SEAL_BYTES + 1];
+        ft__io_seal(json->text.bytes, json->text.n, seal);
+        ft__io_json_put(json, seal, FT__IO_SEAL_BYTES);
+        json->depth = 0; /* the seal has closed the object */
+    }
+    return ft__io_json_status(json);
+}
+
+/* The parts must be whole together before anyone relies on them: the same checks as a reader's. */
+static ft_status ft__io_write_manifest(ft_io_checkpoint *c)
+{
+    ft_io_json json;
+    ft_io_manifest *m = NULL;
+    char done[40];
+    memset(&json, 0, sizeof json);
+    json.name = c->dir;
+    char *path = ft__io_join(c->temporary, "manifest.json");
+    ft_status status = path != NULL ? ft__io_emit_manifest(c, &json) : ft__io_oom(c->dir, 0);
+    if (status == FT_OK) status = ft_io_manifest_parse(json.text.bytes, json.text.n, path, &m);
+    if (status == FT_OK) c->report.bytes = (int64_t)json.text.n;
+    for (int64_t i = 0; m != NULL && i < m->n_files && status == FT_OK; i++) {
+        status = ft__io_check_file(m, c->temporary, &m->files[i]);
+        c->report.bytes += m->files[i].bytes;
+    }
+    if (status == FT_OK) status = ft__io_put_file(path, json.text.bytes, json.text.n);
+    for (int rank = 0; rank < c->world && status == FT_OK; rank++) {
+        snprintf(done, sizeof done, "rank-%05d.done", rank);
+        char *file = ft__io_join(c->temporary, done);
+        if (file != NULL) (void)unlink(file); /* one that stays does no harm */
+        FT_FREE(file);
+    }
+    ft_io_manifest_free(m);
+    FT_FREE(json.text.bytes);
+    FT_FREE(path);
+    return status == FT_OK ? ft__io_sync_path(c->temporary) : status;
+}
+
+/* Gives the directory its name. One that has it already steps aside: under its new name it still
+   counts while there is no other. */
+static ft_status ft__io_publish(ft_io_checkpoint *c)
+{
+    struct stat info;
+    char own[64], was[96];
+    snprintf(own, sizeof own, "step-%08lld", (long long)c->report.step);
+    snprintf(was, sizeof was, "%s.was-%016llx", own, (unsigned long long)c->nonce);
+    char *to = ft__io_join(c->dir, own), *aside = ft__io_join(c->dir, was);
+    ft_status status = to && aside ? FT_OK : ft__io_oom(c->dir, strlen(c->dir) + 96);
+    int replaces = status == FT_OK && lstat(to, &info) == 0;
+    if (replaces && ft__io_rename(to, aside) != 0) status = ft__io_refused(to, "rename");
+    if (status == FT_OK && ft__io_rename(c->temporary, to) != 0) {
+        status = ft__io_refused(c->temporary, "rename");
+        if (replaces) (void)rename(aside, to); /* fails: then it still counts, as it is */
+    }
+    if (status == FT_OK) status = ft__io_sync_path(c->dir);
+    if (status == FT_OK) {
+        snprintf(c->report.path, sizeof c->report.path, "%.440s/%s", c->dir, own);
+        c->serial++;
+        if (replaces && ft__io_remove(c->dir, was) != FT_OK)
+            snprintf(c->report.warning, sizeof c->report.warning, "%.300s", ft_last_error());
+    }
+    FT_FREE(to);
+    FT_FREE(aside);
+    return status;
+}
+
+/* Deletes all but the last written. The one that was just written is the first of the list. */
+static ft_status ft__io_keep_last(const ft_io_checkpoint *c)
+{
+    int64_t n, kept = 0;
+    ft_io_entry *entries;
+    ft_status status = FT_OK;
+    if (c->keep == 0) return FT_OK;
+    FT_TRY(ft_io_checkpoint_list(c->dir, &n, &entries));
+    for (int64_t i = 0; i < n; i++)
+        if (entries[i].serial > 0 && kept++ >= c->keep) {
+            const ft_status removed = ft__io_remove(c->dir, entries[i].name);
+            if (status == FT_OK) status = removed;
+        }
+    ft_io_checkpoint_list_free(entries);
+    return status;
+}
+
+/* The temporary directory of a save that failed; rank 0 alone, for the others may still write. */
+static void ft__io_drop_temporary(const ft_io_checkpoint *c)
+{
+    char message[1024];
+    const char *slash = strrchr(c->temporary, '/');
+    snprintf(message, sizeof message, "%s", ft_last_error());
+    (void)ft__io_remove(c->dir, slash + 1); /* what stays, the next run removes */
+    (void)ft_error(FT_ERR_IO, "%s", message);
+}
+
+static ft_status ft__io_save(ft_io_checkpoint *c)
+{
+    char name[40];
+    ft_status status = ft__io_write_part(c);
+    if (status != FT_OK && c->rank != 0) { /* says so where rank 0 looks, if that can be done */
+        char message[1024];
+        snprintf(message, sizeof message, "%s", ft_last_error());
+        snprintf(name, sizeof name, "rank-%05d.failed", c->rank);
+        char *path = ft__io_join(c->temporary, name);
+        (void)mkdir(c->temporary, 0777); /* it may be that which failed */
+        if (path != NULL) (void)ft__io_put_file(path, message, strlen(message));
+        FT_FREE(path);
+        return ft_error(status, "%s", message);
+    }
+    if (c->rank != 0) return status;
+    if (status == FT_OK) status = ft__io_write_manifest(c);
+    if (status == FT_OK) status = ft__io_publish(c);
+    if (status != FT_OK) {
+        ft__io_drop_temporary(c);
+        return status;
+    }
+    if (ft__io_keep_last(c) != FT_OK)
+        snprintf(c->report.warning, sizeof c->report.warning, "%.300s", ft_last_error());
+    return FT_OK;
+}
+
+static void *ft__io_save_thread(void *user)
+{
+    ft_io_checkpoint *c = (ft_io_checkpoint *)user;
+    const double begin = ft__io_now();
+    const ft_status status = ft__io_save(c);
+    c->report.write_s = ft__io_now() - begin;
+    for (size_t i = 0; i < c->n_staged; i++) FT_FREE(c->staged[i].values);
+    ft__io_pool_free(c->pool);
+    c->pool = NULL;
+    c->n_staged = c->n_settings = 0;
+    pthread_mutex_lock(&c->mutex);
+    c->status = status;
+    snprintf(c->message, sizeof c->message, "%s", status != FT_OK ? ft_last_error() : "");
+    c->ended = 1;
+    pthread_mutex_unlock(&c->mutex);
+    return NULL;
+}
+
+FT_API ft_status ft_io_checkpoint_commit(ft_io_checkpoint *c)
+{
+    if (c == NULL || !c->open) return ft__io_no_save(NULL, "ft_io_checkpoint_commit");
+    c->open = 0;
+    if (c->idle) return FT_OK;
+    c->ended = 0;
+    c->report.bytes = 0;
+    c->report.path[0] = c->report.warning[0] = 0;
+    c->report.copy_s = ft__io_now() - c->begun;
+    if (c->blocking) {
+        ft__io_save_thread(c);
+        c->unseen = 1;
+    } else {
+        const int error = pthread_create(&c->thread, NULL, ft__io_save_thread, c);
+        if (error != 0)
+            return ft_error(FT_ERR_OOM, "%s: cannot start a thread to write: %s", c->dir,
+                            strerror(error));
+        c->running = c->unseen = 1;
+    }
+    return FT_OK;
+}
+
+/* The thread has ended: its result, once. */
+static ft_status ft__io_result(ft_io_checkpoint *c, ft_io_checkpoint_report *report, int *done)
+{
+    if (c->running) pthread_join(c->thread, NULL);
+    c->running = 0;
+    if (!c->unseen) return FT_OK;
+    const ft_status status = c->status;
+    c->unseen = 0;
+    c->status = FT_OK;
+    if (status != FT_OK) return ft_error(status, "%s", c->message);
+    if (done != NULL) *done = 1;
+    if (report != NULL) *report = c->report;
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_checkpoint_wait(ft_io_checkpoint *c, ft_io_checkpoint_report *report,
+                                       int *done)
+{
+    if (done != NULL) *done = 0;
+    if (c == NULL) return ft__io_no_save(NULL, "ft_io_checkpoint_wait");
+    return ft__io_result(c, report, done);
+}
+
+FT_API ft_status ft_io_checkpoint_poll(ft_io_checkpoint *c, ft_io_checkpoint_report *report,
+                                       int *done)
+{
+    if (done != NULL) *done = 0;
+    if (c == NULL) return ft__io_no_save(NULL, "ft_io_checkpoint_poll");
+    pthread_mutex_lock(&c->mutex);
+    const int ended = c->ended;
+    pthread_mutex_unlock(&c->mutex);
+    return c->unseen && ended ? ft__io_result(c, report, done) : FT_OK;
+}
+
+FT_API ft_status ft_io_checkpoint_close(ft_io_checkpoint *c)
+{
+    if (c == NULL) return FT_OK;
+    const ft_status status = ft__io_result(c, NULL, NULL);
+    ft__io_checkpoint_free(c);
+    return status;
+}
+
+FT_API void ft_io_checkpoint_abandon(ft_io_checkpoint *c)
+{
+    if (c == NULL) return;
+    pthread_mutex_lock(&c->mutex);
+    c->cancelled = 1;
+    pthread_mutex_unlock(&c->mutex);
+    if (c->running) pthread_join(c->thread, NULL);
+    ft__io_checkpoint_free(c);
+}
+
+/* --------------------------------------------------------------------------------- >>llama.impl */
+
+#ifdef FEMTOTRON_LLAMA_H
+
+enum { FT__IO_MODEL = 19 };
+
+/* The config as settings: text, in an order of their own, all digits. */
+static void ft__io_model_setting(const ft_llama_config *c, int i, const char **key, char value[64])
+{
+    static const char *const keys[FT__IO_MODEL] = {
+        "model.vocab", "model.hidden", "model.layers", "model.heads", "model.kv_heads",
+        "model.head_dim", "model.intermediate", "model.tie_embeddings", "model.qkv_bias",
+        "model.o_bias", "model.mlp_bias", "model.qk_norm", "model.rope_original_context",
+        "model.norm_eps", "model.rope_theta", "model.rope_factor", "model.rope_low_freq_factor",
+        "model.rope_high_freq_factor", "model.type"};
+    const int scaled = c->rope_scaling.factor > 1;
+    const int64_t whole[13] = {c->vocab, c->hidden, c->layers, c->heads, c->kv_heads, c->head_dim,
+                               c->intermediate, c->tie_embeddings != 0, c->qkv_bias != 0,
+                               c->o_bias != 0, c->mlp_bias != 0, c->qk_norm != 0,
+                               scaled ? c->rope_scaling.original_context : 0};
+    const double real[5] = {c->norm_eps, c->rope_theta, scaled ? c->rope_scaling.factor : 0,
+                            scaled ? c->rope_scaling.low_freq_factor : 0,
+                            scaled ? c->rope_scaling.high_freq_factor : 0};
+    *key = keys[i];
+    if (i < 13) snprintf(value, 64, "%lld", (long long)whole[i]);
+    else if (i < 18) snprintf(value, 64, "%.17g", real[i - 13]);
+    else snprintf(value, 64, "llama");
+}
+
+static void ft__io_array_name(int array, const char *param, char name[112])
+{
+    if (array == 0) snprintf(name, 112, "master/%s", param);
+    else snprintf(name, 112, "state%d/%s", array, param);
+}
+
+/* Runs of both headers are the same four numbers. */
+static int ft__io_piece_runs(const ft_llama_piece *piece, ft_io_run *runs)
+{
+    for (int i = 0; i < piece->n_runs; i++) {
+        runs[i].first = piece->run[i].first;
+        runs[i].n = piece->run[i].n;
+        runs[i].stride = piece->run[i].count == 1 ? piece->run[i].n : piece->run[i].stride;
+        runs[i].count = piece->run[i].count;
+    }
+    return piece->n_runs;
+}
+
+FT_API ft_status ft_io_llama_stage(ft_io_checkpoint *c, ft_llama *model,
+                                   const ft_llama_config *config, ft_zero *zero)
+{
+    ft_llama_config full = *config;
+    int64_t updates = 0, skipped = 0;
+    FT_TRY(ft_llama_check(&full));
+    for (int i = 0; i < FT__IO_MODEL; i++) {
+        const char *key;
+        char value[64];
+        ft__io_model_setting(&full, i, &key, value);
+        FT_TRY(ft_io_checkpoint_set(c, key, "%s", value));
+    }
+    FT_TRY(ft_zero_progress_get(zero, &updates, &skipped));
+    FT_TRY(ft_io_checkpoint_set(c, "zero.updates", "%lld", (long long)updates));
+    FT_TRY(ft_io_checkpoint_set(c, "zero.skipped", "%lld", (long long)skipped));
+    FT_TRY(ft_io_checkpoint_set(c, "optimizer.name", "%s", ft_zero_options(zero)->optimizer.name));
+    FT_TRY(ft_io_checkpoint_set(c, "optimizer.states", "%d", ft_zero_state_count(zero)));
+    for (int i = 0; i < ft_llama_param_count(model); i++) {
+        const ft_llama_param *p = ft_llama_param_at(model, i);
+        ft_llama_piece piece;
+        ft_io_run runs[FT_LLAMA_MAX_RUNS];
+        FT_TRY(ft_llama_stored(model, p, &piece));
+        for (int k = 0; k <= ft_zero_state_count(zero) && piece.elems > 0; k++) {
+            float *values;
+            char name[112];
+            ft__io_array_name(k, p->name, name);
+            FT_TRY(ft_io_checkpoint_add(c, name, p->ndim, p->shape, ft__io_piece_runs(&piece, runs),
+                                        runs, &values));
+            if (values != NULL) /* NULL on meta */
+                FT_TRY(ft_zero_state_read(zero, piece.tensor, k, piece.first, piece.elems, values));
+        }
+    }
+    return FT_OK;
+}
+
+/* What the checkpoint is of. FT_ERR_ARG, which no other checkpoint would cure. */
+static ft_status ft__io_llama_check(const ft_io_manifest *m, const ft_llama_config *config,
+                                    ft_llama *model, ft_zero *zero, int weights_only)
+{
+    ft_llama_config full = *config;
+    const char *name = ft_zero_options(zero)->optimizer.name, *saved;
+    int64_t states;
+    FT_TRY(ft_llama_check(&full));
+    for (int i = 0; i < FT__IO_MODEL; i++) {
+        const char *key;
+        char value[64];
+        ft__io_model_setting(&full, i, &key, value);
+        saved = ft_io_manifest_text(m, key);
+        if (saved == NULL || strcmp(saved, value) != 0)
+            return ft_error(FT_ERR_ARG, "%s: is of another model: %s is %s there, %s here",
+                            m->where, key, saved ? ft__io_show(saved).text : "missing", value);
+    }
+    saved = ft_io_manifest_text(m, "optimizer.name");
+    if (!weights_only && (saved == NULL || strcmp(saved, name) != 0))
+        return ft_error(FT_ERR_ARG, "%s: its optimizer is %s, this run's %s: continue with the "
+                        "same, or load the weights alone", m->where,
+                        saved ? ft__io_show(saved).text : "missing", name);
+    if (weights_only) return FT_OK;
+    FT_TRY(ft_io_manifest_int(m, "optimizer.states", &states));
+    if (states != ft_zero_state_count(zero))
+        return ft_error(FT_ERR_ARG, "%s: its optimizer, %s, keeps %lld numbers of each element, "
+                        "this run's %d", m->where, name, (long long)states,
+                        ft_zero_state_count(zero));
+    if (m->n_parts == 0) return ft_error(FT_ERR_DATA, "%s: has no arrays", m->where);
+    for (int64_t i = 0; i < m->n_parts; i++) {
+        const char *slash = strchr(m->parts[i].name, '/');
+        if (slash == NULL || ft_llama_param_find(model, slash + 1) == NULL)
+            return ft_error(FT_ERR_ARG, "%s: \"%s\" is no parameter of this model", m->where,
+                            ft__io_show(m->parts[i].name).text);
+    }
+    return FT_OK;
+}
+
+/* This rank's elements of array k of a parameter, through a buffer of bounded size. */
+static ft_status ft__io_llama_read_array(ft_io_reader *r, ft_zero *zero, const ft_llama_param *p,
+                                         const ft_llama_piece *piece, int k, float *buffer,
+                                         int64_t room)
+{
+    char name[112];
+    int64_t at = piece->first;
+    ft__io_array_name(k, p->name, name);
+    for (int i = 0; i < piece->n_runs; i++) {
+        const ft_llama_run *run = &piece->run[i];
+        const int64_t rows = run->count == 1 ? 1 : room / run->n > 0 ? room / run->n : 1;
+        for (int64_t row = 0; row < run->count; row += rows)
+            for (int64_t e = 0; e < run->n; e += room) { /* of several rows: all of them at once */
+                ft_io_run piece_run;
+                piece_run.first = run->first + row * run->stride + e;
+                piece_run.n = run->n - e < room ? run->n - e : room;
+                piece_run.count = run->count - row < rows ? run->count - row : rows;
+                piece_run.stride = piece_run.count == 1 ? piece_run.n : run->stride;
+                const int64_t elems = piece_run.n * piece_run.count;
+                FT_TRY(ft_io_reader_read(r, name, p->ndim, p->shape, 1, &piece_run, buffer));
+                FT_TRY(ft_zero_state_write(zero, piece->tensor, k, at, elems, buffer));
+                at += elems;
+            }
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_llama_read_all(ft_io_reader *r, ft_llama *model, ft_zero *zero,
+                                       int weights_only, float *buffer, int64_t room)
+{
+    int64_t updates = 0, skipped = 0;
+    for (int i = 0; i < ft_llama_param_count(model); i++) {
+        const ft_llama_param *p = ft_llama_param_at(model, i);
+        ft_llama_piece piece;
+        FT_TRY(ft_llama_owned(model, p, &piece));
+        for (int k = 0; k <= (weights_only ? 0 : ft_zero_state_count(zero)); k++)
+            FT_TRY(ft__io_llama_read_array(r, zero, p, &piece, k, buffer, room));
+    }
+    if (!weights_only) {
+        FT_TRY(ft_io_manifest_int(r->manifest, "zero.updates", &updates));
+        FT_TRY(ft_io_manifest_int(r->manifest, "zero.skipped", &skipped));
+    }
+    return ft_zero_progress_set(zero, updates, skipped);
+}
+
+/* One checkpoint, local. */
+static ft_status ft__io_llama_load(const char *path, const ft_io_resume *from, ft_llama *model,
+                                   const ft_llama_config *config, ft_zero *zero,
+                                   ft_io_manifest **manifest)
+{
+    const int64_t room = FT_IO_BLOCK_ELEMS;
+    ft_io_reader *r;
+    FT_TRY(ft_io_reader_open(path, &r));
+    float *buffer = (float *)FT_MALLOC((size_t)room * sizeof *buffer);
+    ft_status status = buffer != NULL ? FT_OK : ft__io_oom(path, (size_t)room * sizeof *buffer);
+    if (status == FT_OK)
+        status = ft__io_llama_check(r->manifest, config, model, zero, from->weights_only);
+    if (status == FT_OK)
+        status = ft__io_llama_read_all(r, model, zero, from->weights_only, buffer, room);
+    if (status == FT_OK) { /* the manifest outlives its reader's files */
+        for (int64_t i = 0; i < r->manifest->n_files; i++) {
+            ft_io_safetensors_close(r->file[i]);
+            r->file[i] = NULL;
+        }
+        for (int64_t i = 0; i < r->manifest->n_parts; i++) FT_FREE(r->checked[i]);
+        FT_FREE((void *)r->file);
+        FT_FREE((void *)r->checked);
+        FT_FREE(r->directory);
+        *manifest = r->manifest;
+        FT_FREE(r);
+    } else {
+        ft_io_reader_close(r);
+    }
+    FT_FREE(buffer);
+    return status;
+}
+
+enum { FT__IO_WORD_TEXT = 64, FT__IO_WORDS = 1 + FT__IO_WORD_TEXT }; /* int32 each */
+
+typedef struct ft__io_votes { /* how each rank fared: status, and 256 bytes of its message */
+    ft_group *group;
+    ft_tensor *mine, *all;
+    int32_t *word;
+} ft__io_votes;
+
+static ft_status ft__io_votes_create(ft_ctx *ctx, ft__io_votes *v)
+{
+    int64_t own = FT__IO_WORDS, every = FT__IO_WORDS * ft_world(ctx);
+    FT_TRY(ft_group_strided(ctx, "resume", 0, 1, ft_world(ctx), &v->group));
+    FT_TRY(ft_tensor_create(ctx, &v->mine, FT_I32, 1, &own, FT_TAG_COMM));
+    FT_TRY(ft_tensor_create(ctx, &v->all, FT_I32, 1, &every, FT_TAG_COMM));
+    v->word = (int32_t *)ft_host_alloc(ctx, (size_t)every * sizeof *v->word);
+    return v->word != NULL ? FT_OK : FT_ERR_OOM;
+}
+
+/* *worst: FT_OK, or the status and message of the first rank that has another; FT_ERR_ARG is told
+   before others. The same on all ranks. */
+static ft_status ft__io_vote(ft_ctx *ctx, ft__io_votes *v, ft_status status, ft_status *worst,
+                             char message[512])
+{
+    int32_t word[FT__IO_WORDS];
+    int who = -1;
+    memset(word, 0, sizeof word);
+    word[0] = (int32_t)status;
+    if (status != FT_OK)
+        snprintf((char *)&word[1], FT__IO_WORD_TEXT * sizeof *word, "%.255s", ft_last_error());
+    FT_TRY(ft_upload(v->mine, word));
+    FT_TRY(ft_all_gather(v->group, ft_stream_get(ctx, FT_STREAM_COMPUTE), v->mine, v->all));
+    FT_TRY(ft_download(v->all, v->word));
+    for (int rank = ft_world(ctx) - 1; rank >= 0; rank--) {
+        const int32_t *w = v->word + rank * FT__IO_WORDS;
+        const int refused = w[0] == (int32_t)FT_ERR_ARG;
+        if (w[0] != 0 && (who < 0 || refused || v->word[who * FT__IO_WORDS] != FT_ERR_ARG))
+            who = rank;
+    }
+    *worst = FT_OK;
+    if (who < 0) return FT_OK;
+    const int32_t *w = v->word + who * FT__IO_WORDS;
+    *worst = (ft_status)w[0];
+    snprintf(message, 512, "%.255s (rank %d)", (const char *)&w[1], who);
+    return FT_OK;
+}
+
+static ft_status ft__io_try(ft_ctx *ctx, ft__io_votes *v, const char *path,
+                            const ft_io_resume *from, ft_llama *model,
+                            const ft_llama_config *config, ft_zero *zero,
+                            ft_io_manifest **manifest, ft_status *worst, char message[512])
+{
+    const ft_status status = ft__io_llama_load(path, from, model, config, zero, manifest);
+    FT_TRY(ft__io_vote(ctx, v, status, worst, message));
+    if (*worst == FT_OK) return ft_zero_state_commit(zero);
+    ft_io_manifest_free(*manifest);
+    *manifest = NULL;
+    return FT_OK;
+}
+
+/* All ranks must see the same directory. */
+static ft_status ft__io_agree_list(ft__io_votes *v, const char *dir, int64_t n,
+                                   const ft_io_entry *entries)
+{
+    char text[160];
+    uint64_t hash = 0;
+    for (int64_t i = 0; i < n; i++)
+        hash = ft__io_mix(hash + XXH3_64bits(entries[i].name, strlen(entries[i].name))) ^
+               (uint64_t)entries[i].serial;
+    snprintf(text, sizeof text, "checkpoints in %.80s: %lld, the last %.30s", dir, (long long)n,
+             n > 0 ? entries[0].name : "none");
+    return ft_agree(v->group, text, hash);
+}
+
+static ft_status ft__io_resume_any(ft_ctx *ctx, ft__io_votes *v, const ft_io_resume *from,
+                                   ft_llama *model, const ft_llama_config *config, ft_zero *zero,
+                                   int64_t n, const ft_io_entry *entries,
+                                   ft_io_manifest **manifest)
+{
+    ft_status worst = FT_OK;
+    char message[512];
+    for (int64_t i = 0; i < n; i++) {
+        char *path = ft__io_join(from->dir, entries[i].name);
+        if (path == NULL) return ft__io_oom(from->dir, strlen(from->dir) + 100);
+        const ft_status status = ft__io_try(ctx, v, path, from, model, config, zero, manifest,
+                                            &worst, message);
+        FT_FREE(path);
+        if (status != FT_OK || worst == FT_OK) return status;
+        if (worst == FT_ERR_ARG) return ft_error(worst, "%s", message);
+        if (from->note != NULL && ft_rank(ctx) == 0) from->note(from->user, message);
+    }
+    if (n == 0) return FT_OK;
+    return ft_error(FT_ERR_DATA, "%s: none of its %lld checkpoints can be loaded; the last that "
+                    "was tried: %s", from->dir, (long long)n, message);
+}
+
+FT_API ft_status ft_io_llama_resume(ft_ctx *ctx, const ft_io_resume *from, ft_llama *model,
+                                    const ft_llama_config *config, ft_zero *zero,
+                                    ft_io_manifest **manifest)
+{
+    ft__io_votes votes;
+    ft_io_entry *entries = NULL;
+    int64_t n = 0;
+    char message[512];
+    ft_status worst = FT_OK, status;
+    if (ctx == NULL || from == NULL || model == NULL || config == NULL || zero == NULL ||
+        manifest == NULL || (from->dir == NULL && from->path == NULL))
+        return ft_error(FT_ERR_ARG, "ft_io_llama_resume: no argument may be NULL, and a directory "
+                        "or a checkpoint is needed");
+    *manifest = NULL;
+    memset(&votes, 0, sizeof votes);
+    FT_TRY(ft__io_votes_create(ctx, &votes));
+    if (ft_ctx_device(ctx) == FT_META) {
+        status = ft_zero_state_commit(zero);
+    } else if (from->path != NULL) {
+        status = ft__io_try(ctx, &votes, from->path, from, model, config, zero, manifest, &worst,
+                            message);
+        if (status == FT_OK && worst != FT_OK) status = ft_error(worst, "%s", message);
+    } else {
+        status = ft_io_checkpoint_list(from->dir, &n, &entries);
+        if (status == FT_OK) status = ft__io_agree_list(&votes, from->dir, n, entries);
+        if (status == FT_OK)
+            status = ft__io_resume_any(ctx, &votes, from, model, config, zero, n, entries,
+                                       manifest);
+        ft_io_checkpoint_list_free(entries);
+    }
+    ft_tensor_free(votes.all);
+    ft_tensor_free(votes.mine);
+    ft_host_free(ctx, votes.word);
+    if (status != FT_OK) {
+        ft_io_manifest_free(*manifest);
+        *manifest = NULL;
+    }
+    return status;
+}
+
+#endif /* FEMTOTRON_LLAMA_H */
+#endif /* FT_CJSON, FT_XXHASH */
 
 /* ---------------------------------------------------------------------------------- >>log.impl */
 
@@ -4874,7 +7230,7 @@ static ft_status ft__io_manifest_read(const char *directory, char **text)
     char *path = NULL;
     const size_t head = sizeof ft__io_manifest_head - 1;
     *text = NULL;
-    FT_TRY(ft__io_join(directory, ft__io_manifest, &path));
+    FT_TRY(ft__io_inside(directory, ft__io_manifest, &path));
     if (access(path, F_OK) == 0 && ft__io_map_open(path, &map) == FT_OK) {
         if (map.bytes >= head && map.bytes < (1 << 20) &&
             memcmp(map.base, ft__io_manifest_head, head) == 0 &&
@@ -5057,8 +7413,8 @@ static void ft__io_round_bf16(const float *values, int64_t n, void *bytes)
         memcpy(&bits, &values[i], sizeof bits);
         const uint32_t nan = (bits & 0x7fffffffu) > 0x7f800000u;
         const uint32_t up = bits + 0x7fffu + (bits >> 16 & 1u);
-        const uint16_t half = (uint16_t)((nan ? bits | 0x400000u : up) >> 16);
-        memcpy(to + 2 * i, &half, sizeof half);
+        const uint16_t short_bits = (uint16_t)((nan ? bits | 0x400000u : up) >> 16);
+        memcpy(to + 2 * i, &short_bits, sizeof short_bits);
     }
 }
 
@@ -5110,7 +7466,7 @@ static ft_status ft__io_out_file(ft__io_out *o, const char *name, int first, int
     char *path;
     ft_io_safetensors_writer *writer = NULL;
     FT_TRY(ft__io_out_note(o, name));
-    FT_TRY(ft__io_join(o->temporary, name, &path));
+    FT_TRY(ft__io_inside(o->temporary, name, &path));
     ft_status status = ft_io_safetensors_create(path, &writer);
     FT_FREE(path);
     if (status == FT_OK) status = ft_io_safetensors_set_metadata(writer, "format", "pt");
@@ -5156,7 +7512,7 @@ static ft_status ft__io_out_index(ft__io_out *o, int shards, size_t most)
     }
     ft_io_json_end_object(&json);
     ft_io_json_end_object(&json);
-    ft_status status = ft__io_join(o->temporary, "model.safetensors.index.json", &path);
+    ft_status status = ft__io_inside(o->temporary, "model.safetensors.index.json", &path);
     if (status != FT_OK) {
         FT_FREE(json.text.bytes);
         return status;
@@ -5191,12 +7547,12 @@ static ft_status ft__io_out_copy(ft__io_out *o, const char *from)
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         char *source = NULL, *target = NULL;
         ft__io_map map;
-        FT_TRY(ft__io_join(from, names[i], &source));
+        FT_TRY(ft__io_inside(from, names[i], &source));
         if (access(source, F_OK) != 0) {
             FT_FREE(source);
             continue;
         }
-        ft_status status = ft__io_join(o->temporary, names[i], &target);
+        ft_status status = ft__io_inside(o->temporary, names[i], &target);
         if (status == FT_OK) status = ft__io_map_open(source, &map);
         if (status == FT_OK) {
             status = ft__io_bytes_to_file(target, map.base, map.bytes);
@@ -5217,13 +7573,13 @@ static ft_status ft__io_out_directory(ft__io_out *o, const ft_io_hf_config *conf
     char *path;
     FT_TRY(ft__io_out_note(o, ft__io_manifest_head));
     FT_TRY(ft__io_out_weights(o, (size_t)most));
-    FT_TRY(ft__io_join(o->temporary, "config.json", &path));
+    FT_TRY(ft__io_inside(o->temporary, "config.json", &path));
     ft_status status = ft_io_hf_config_write(config, path);
     FT_FREE(path);
     FT_TRY(status);
     FT_TRY(ft__io_out_note(o, "config.json"));
     if (options->copy_from != NULL) FT_TRY(ft__io_out_copy(o, options->copy_from));
-    FT_TRY(ft__io_join(o->temporary, ft__io_manifest, &path));
+    FT_TRY(ft__io_inside(o->temporary, ft__io_manifest, &path));
     status = ft__io_bytes_to_file(path, o->manifest.bytes, o->manifest.n);
     FT_FREE(path);
     return status;
@@ -5239,7 +7595,7 @@ static void ft__io_out_remove(const char *directory, int listed)
     for (struct dirent *e; entries != NULL && (e = readdir(entries)) != NULL;) {
         if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
         if (listed && !ft__io_manifest_has(manifest, e->d_name)) continue;
-        if (ft__io_join(directory, e->d_name, &path) != FT_OK) continue;
+        if (ft__io_inside(directory, e->d_name, &path) != FT_OK) continue;
         unlink(path);
         FT_FREE(path);
     }
@@ -5279,12 +7635,12 @@ static ft_status ft__io_out_rename(const char *temporary, const char *bare)
     int directory = -1;
     FT_TRY(ft__io_open_directory(temporary, &directory)); /* the same as bare's */
     ft_status status = FT_OK;
-    if (rename(temporary, bare) != 0) {
+    if (ft__io_rename(temporary, bare) != 0) {
         status = ft_io_export_check(bare);
         if (status == FT_OK) status = ft__io_out_beside(bare, "old", 0, &old);
-        if (status == FT_OK && rename(bare, old) != 0)
+        if (status == FT_OK && ft__io_rename(bare, old) != 0)
             status = ft_error(FT_ERR_IO, "%s: cannot be replaced: %s", bare, strerror(errno));
-        if (status == FT_OK && rename(temporary, bare) != 0) {
+        if (status == FT_OK && ft__io_rename(temporary, bare) != 0) {
             status = ft_error(FT_ERR_IO, "%s: cannot rename %s to it: %s", bare, temporary,
                               strerror(errno));
             (void)rename(old, bare);

@@ -344,6 +344,8 @@ FT_API ft_status ft_zero_export_grad(ft_zero *zero, ft_tensor *param, int64_t fi
 
 /* ------------------------------------------------------------------------------------- >>state */
 
+FT_API const ft_zero_config *ft_zero_options(const ft_zero *zero);
+/* What it was made with. */
 FT_API int ft_zero_state_count(const ft_zero *zero);
 /* fp32 numbers that the optimizer keeps of each element beside the master: AdamW 2 (m, v), SGD 1,
    or 0 without momentum. */
@@ -1437,6 +1439,8 @@ FT_API ft_status ft_zero_export_grad(ft_zero *zero, ft_tensor *param, int64_t fi
 }
 
 /* -------------------------------------------------------------------------------- >>state.impl */
+
+FT_API const ft_zero_config *ft_zero_options(const ft_zero *zero) { return &zero->config; }
 
 FT_API int ft_zero_state_count(const ft_zero *zero) { return zero->config.optimizer.n_state; }
 

@@ -13,6 +13,11 @@
    run are the same function, rank_main(): only the device differs. Read train_step() first.
    With --device cuda every rank is a thread too, and any number of them may share a GPU.
 
+   Checkpoints need cJSON and xxHash: add -DFT_CJSON -DFT_XXHASH, and -lcjson -lxxhash (make does so
+   where it finds them). SIGTERM and SIGINT end training after the running step, with a checkpoint
+   where there is a directory for it: then the exit status is 0, without one 128 + the signal. A
+   second signal ends the program at once.
+
    LETTERS  B batch (a micro-batch of one dp rank), T tokens of a sequence, V vocabulary, M
    micro-batches of a step, R ranks = dp * tp * pp. A step sees dp * B * M sequences.
 
@@ -33,6 +38,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
@@ -77,6 +83,8 @@ typedef struct settings {
     int64_t eval_every;
     const char *log_path, *memory_json_path, *report_path, *trace_path, *gemm_table;
     int64_t sample, hash, verbose, help;
+    const char *checkpoint_dir, *resume; /* resume: "auto" or a path */
+    int64_t checkpoint_every, keep;      /* 0: at the end; all */
 } settings;
 
 enum { DEVICE_AUTO = 3 }; /* the words before it are the ft_device of the same value */
@@ -91,6 +99,7 @@ typedef enum option_kind {
     TAKES_PATH,
     TAKES_TEXT,
     TAKES_PATHS, /* all words up to the next flag */
+    TAKES_AUTO,  /* the next word, or "auto" where a flag or nothing follows */
     TAKES_NONE,  /* stored as 1 */
     TAKES_SWITCH /* 1, also without a value */
 } option_kind;
@@ -245,6 +254,16 @@ static const option options[] = {
      "on meta of the planned step, in the simulated time of its schedule"},
     {"--trace", TAKES_PATH, "FILE", AT(trace_path), 0, 0, NULL,
      "the same step for Chrome's tracing and Perfetto, as JSON"},
+    {"--checkpoint-dir", TAKES_PATH, "DIR", AT(checkpoint_dir), 0, 0, NULL,
+     "write checkpoints there: after the last step, and when SIGTERM or SIGINT (Ctrl-C)\n"
+     "ends the run after the running step, with exit status 0; a second one ends it at once"},
+    {"--checkpoint-every", TAKES_INT, "N", AT(checkpoint_every), 1, 1000000000, NULL,
+     "and every N steps, while training goes on"},
+    {"--keep", TAKES_INT, "N", AT(keep), 1, 1000000000, NULL,
+     "keep the N checkpoints that were written last; default: all"},
+    {"--resume", TAKES_AUTO, "[auto|CHECKPOINT]", AT(resume), 0, 0, NULL,
+     "continue a run, on any mesh, to --steps in all: from the checkpoint, or (auto) from the\n"
+     "last one in --checkpoint-dir that loads; where there is none, training begins anew"},
     {"--sample", TAKES_INT, "N", AT(sample), 0, MANY, "0",
      "after training, bytes to generate (temperature 0.8)"},
     {"--hash", TAKES_NONE, "", AT(hash), 0, 0, NULL,
@@ -364,7 +383,7 @@ static int parse_value(const option *opt, const char *text, settings *set) {
         *(const char **)(void *)field = text;
         return 1;
     case TAKES_PATH:
-        if (text[0] == '\0') return bad("%s needs the name of a file", opt->name);
+        if (text[0] == '\0') return bad("%s needs a name", opt->name);
         *(const char **)(void *)field = text;
         return 1;
     default: return 0;
@@ -379,6 +398,11 @@ static int parse_option(const option *opt, int argc, char **argv, int *next, set
         int has_value = opt->kind == TAKES_SWITCH && *next < argc && !is_flag(argv[*next]);
         *int_field(set, opt->offset) = 1;
         return has_value ? parse_word(opt, argv[(*next)++], int_field(set, opt->offset)) : 1;
+    }
+    if (opt->kind == TAKES_AUTO) {
+        const char *word = *next < argc && !is_flag(argv[*next]) ? argv[(*next)++] : "auto";
+        *(const char **)(void *)((char *)set + opt->offset) = word;
+        return word[0] != '\0' || bad("%s needs a name, or none", opt->name);
     }
     if (*next >= argc || is_flag(argv[*next]))
         return bad("%s needs a value: %s", opt->name, opt->value);
@@ -588,6 +612,10 @@ typedef struct job {
     ft_zero_report report;
     double first_loss, eval_loss, seconds;
     uint64_t hash;
+    int64_t first_step, steps_done; /* of this run: it began at one, and ended before the other */
+    int evaluated;
+    int64_t stop_after;           /* step (from 0) after which a signal ends the run; -1: none */
+    char saved[512];              /* the last checkpoint */
 } job;
 
 typedef struct trainer { /* what a rank has */
@@ -605,6 +633,11 @@ typedef struct trainer { /* what a rank has */
     int64_t step, eval_batch;             /* at work */
     double eval_sum;                      /* of the losses of this rank's counted tokens */
     int64_t eval_counted;
+    ft_io_sampler sampler;                /* the run's, moved to where it resumes */
+    int64_t first_step, first_samples;    /* where it does, and what was seen before */
+    struct ft_io_checkpoint *checkpoint;  /* NULL: none are written */
+    ft_tensor *stop;                      /* fp32 [1], between processes; NULL: ranks are threads */
+    ft_group *stops;
 } trainer;
 
 static double now_s(void) {
@@ -612,6 +645,8 @@ static double now_s(void) {
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
+
+static const char *thousands(int64_t value, char *text);
 
 static double mib(size_t bytes) { return (double)bytes / (1024.0 * 1024.0); }
 
@@ -667,7 +702,7 @@ static ft_status forward(void *user, int chunk, int micro_batch, ft_tensor *x, f
     const settings *set = t->work->set;
     ft_tensor *tokens, *labels;
     if (t->work->sampler)
-        FT_TRY(ft_io_sampler_fill(t->work->sampler, t->step, t->mesh.coord[FT_AXIS_DP],
+        FT_TRY(ft_io_sampler_fill(&t->sampler, t->step, t->mesh.coord[FT_AXIS_DP],
                                   (int)set->dp, micro_batch, (int)set->micro_batches,
                                   t->host_tokens, t->host_labels));
     FT_TRY(upload_batch(t, &tokens, &labels));
@@ -727,6 +762,65 @@ static ft_status pipeline_create(trainer *t) {
     return ft_pp_create(t->ctx, &t->mesh, &config, &t->eval_pipeline);
 }
 
+/* The signal that asks for the end; the next one of either kind is deadly. */
+static volatile sig_atomic_t stop_signal;
+
+static void on_signal(int number) {
+    stop_signal = number;
+    signal(SIGINT, SIG_DFL);
+    signal(SIGTERM, SIG_DFL);
+}
+
+static void catch_signals(void) {
+    struct sigaction action;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = on_signal;
+    action.sa_flags = SA_RESTART;
+    sigaction(SIGINT, &action, NULL);
+    sigaction(SIGTERM, &action, NULL);
+}
+
+/* After the last checkpoint there is nothing to end in order. */
+static void release_signals(void) {
+    if (stop_signal) return;
+    signal(SIGINT, SIG_DFL);
+    signal(SIGTERM, SIG_DFL);
+}
+
+static ft_status stop_create(trainer *t) {
+    int64_t one = 1;
+    if (ft_env_rank() < 0) return FT_OK;
+    FT_TRY(ft_group_strided(t->ctx, "stop", 0, 1, ft_world(t->ctx), &t->stops));
+    return ft_tensor_create(t->ctx, &t->stop, FT_F32, 1, &one, FT_TAG_OTHER);
+}
+
+/* All ranks must end after the same step. Threads: rank 0 decides, before its part in the step's
+   last collective (the norm's scalars), and the others look after it: they cannot miss it, and one
+   that looks early sees the number of a step still to come. Processes: whoever had the signal says
+   so in 4 bytes. */
+static ft_status stop_ask(trainer *t) {
+    float asked = stop_signal != 0;
+    if (t->stop) {
+        FT_TRY(ft_upload(t->stop, &asked));
+        return ft_all_reduce(t->stops, ft_stream_get(t->ctx, FT_STREAM_COMPUTE), t->stop);
+    }
+    if (asked > 0 && ft_rank(t->ctx) == 0 &&
+        __atomic_load_n(&t->work->stop_after, __ATOMIC_RELAXED) < 0)
+        __atomic_store_n(&t->work->stop_after, t->step, __ATOMIC_RELEASE);
+    return FT_OK;
+}
+
+static ft_status stop_answer(trainer *t, int *stop) {
+    float asked = 0;
+    if (t->stop) {
+        FT_TRY(ft_download(t->stop, &asked));
+        if (asked > 0) t->work->stop_after = t->step; /* of this process alone */
+    }
+    int64_t after = __atomic_load_n(&t->work->stop_after, __ATOMIC_ACQUIRE);
+    *stop = after >= 0 && t->step >= after;
+    return FT_OK;
+}
+
 static ft_status trainer_create(trainer *t) {
     const settings *set = t->work->set;
     ft_zero_config config = zero_config(set);
@@ -744,7 +838,9 @@ static ft_status trainer_create(trainer *t) {
     FT_TRY(ft_llama_create_part(t->ctx, t->zero, &t->work->model, &layout, set->seq_len,
                                 (uint64_t)set->seed, &t->model));
     FT_TRY(pipeline_create(t));
+    FT_TRY(stop_create(t));
     if (!t->work->sampler) return FT_OK;
+    t->sampler = *t->work->sampler;
     t->host_tokens = (int32_t *)ft_host_alloc(t->ctx, bytes);
     t->host_labels = (int32_t *)ft_host_alloc(t->ctx, bytes);
     return t->host_tokens && t->host_labels ? FT_OK : FT_ERR_OOM;
@@ -759,6 +855,7 @@ static ft_status train_step(trainer *t, int64_t step, double lr) {
     t->step = step;
     FT_TRY(ft_zero_step_begin(t->zero, (int)set->micro_batches, counted, &t->scale));
     FT_TRY(ft_pp_run(t->pipeline, &t->program));
+    FT_TRY(stop_ask(t));
     FT_TRY(ft_span_begin(t->ctx, "optimizer", -1, -1));
     FT_TRY(ft_zero_step_end(t->zero, lr));
     ft_span_end(t->ctx);
@@ -826,13 +923,20 @@ static const char *utilisation(const job *work, double seconds, char text[32]) {
     return text;
 }
 
+/* Sequences of the data that the first `steps` steps have seen, of runs before too. */
+static int64_t samples_after(const trainer *t, int64_t steps) {
+    const settings *set = t->work->set;
+    return t->first_samples +
+           (steps - t->first_step) * set->dp * set->micro_batch_size * set->micro_batches;
+}
+
 static ft_status report_step(job *work, const trainer *t, int64_t step, double lr, double seconds) {
     char text[32];
     int64_t tokens = tokens_of_step(work->set);
     double rate = (double)tokens / (seconds > 1e-9 ? seconds : 1e-9);
     ft_mem_stats memory;
     ft_mem_get(t->ctx, &memory);
-    if (step == 1) work->first_loss = work->report.loss;
+    if (step == t->first_step + 1) work->first_loss = work->report.loss;
     if (work->live) print_bar(work, step);
     if (!work->quiet)
         printf("step %lld/%lld | loss %.4f | norm %.4f | lr %.3g | %.0f tok/s%s | peak %.2f MiB%s",
@@ -847,7 +951,7 @@ static ft_status report_step(job *work, const trainer *t, int64_t step, double l
     ft_io_log_float(work->log, "loss", work->report.loss);
     ft_io_log_float(work->log, "grad_norm", work->report.grad_norm);
     ft_io_log_float(work->log, "lr", lr);
-    ft_io_log_int(work->log, "tokens", step * tokens);
+    ft_io_log_int(work->log, "tokens", samples_after(t, step) * work->set->seq_len);
     ft_io_log_float(work->log, "tokens_per_s", rate);
     ft_io_log_int(work->log, "peak_bytes", (int64_t)memory.peak_bytes);
     return ft_io_log_end(work->log);
@@ -855,6 +959,7 @@ static ft_status report_step(job *work, const trainer *t, int64_t step, double l
 
 static ft_status report_eval(job *work, int64_t step, double loss) {
     work->eval_loss = loss;
+    work->evaluated = 1;
     if (work->line_open) putchar('\n');
     work->line_open = 0;
     if (!work->quiet)
@@ -877,34 +982,208 @@ static ft_status maybe_evaluate(trainer *t, int64_t step) {
     return report_eval(work, step, loss);
 }
 
+/* ---------------------------------------------------------------------------------- checkpoints */
+
+#if defined(FT_CJSON) && defined(FT_XXHASH)
+enum { HAS_CHECKPOINTS = 1 };
+
+/* Rank 0 speaks. */
+static void say_saved(trainer *t, const ft_io_checkpoint_report *report) {
+    job *work = t->work;
+    char text[32];
+    if (ft_rank(t->ctx) != 0) return;
+    snprintf(work->saved, sizeof work->saved, "%s", report->path);
+    if (work->line_open) putchar('\n');
+    work->line_open = 0;
+    if (work->quiet) return;
+    printf("checkpoint %s | copied in %.3f s, written in %.3f s | %s bytes%s%s\n", report->path,
+           report->copy_s, report->write_s, thousands(report->bytes, text),
+           report->warning[0] ? " | " : "", report->warning);
+    fflush(stdout);
+}
+
+/* What was handed over before: has it been written? */
+static ft_status checkpoint_look(trainer *t, int wait) {
+    ft_io_checkpoint_report report;
+    int done = 0;
+    if (!t->checkpoint) return FT_OK;
+    if (wait) FT_TRY(ft_io_checkpoint_wait(t->checkpoint, &report, &done));
+    else FT_TRY(ft_io_checkpoint_poll(t->checkpoint, &report, &done));
+    if (done) say_saved(t, &report);
+    return FT_OK;
+}
+
+static ft_status checkpoint_settings(trainer *t, int64_t step) {
+    const settings *set = t->work->set;
+    ft_io_checkpoint *c = t->checkpoint;
+    const struct { const char *key; int64_t value; } whole[] = {
+        {"mesh.dp", set->dp}, {"mesh.tp", set->tp}, {"mesh.pp", set->pp},
+        {"mesh.virtual_stages", set->virtual_stages},
+        {"mesh.sequence_parallel", set->sequence_parallel}, {"zero.stage", set->zero_stage},
+        {"zero.shard_ranks", set->shard_ranks}, {"train.steps", set->steps},
+        {"train.warmup", set->warmup}, {"sampler.samples", samples_after(t, step)},
+        {"sampler.windows", t->sampler.windows}, {"sampler.seq_len", set->seq_len},
+        {"sampler.global_batch", t->sampler.global_batch}, {"random.seed", set->seed}
+    };
+    const struct { const char *key; double value; } real[] = {
+        {"train.lr", set->lr}, {"train.lr_floor", set->lr_floor},
+        {"train.weight_decay", set->weight_decay}, {"train.grad_clip", set->grad_clip},
+        {"optimizer.beta1", set->beta1}, {"optimizer.beta2", set->beta2},
+        {"optimizer.eps", set->eps}, {"optimizer.momentum", set->momentum}
+    };
+    size_t i;
+    for (i = 0; i < sizeof whole / sizeof whole[0]; i++)
+        FT_TRY(ft_io_checkpoint_set(c, whole[i].key, "%lld", (long long)whole[i].value));
+    for (i = 0; i < sizeof real / sizeof real[0]; i++)
+        FT_TRY(ft_io_checkpoint_set(c, real[i].key, "%.17g", real[i].value));
+    return ft_io_checkpoint_set(c, "zero.dtype", "%s", ft_dtype_name((ft_dtype)set->dtype));
+}
+
+/* After `step` steps. Copies this rank's state; a thread writes it. */
+static ft_status checkpoint_save(trainer *t, int64_t step) {
+    FT_TRY(checkpoint_look(t, 1));
+    FT_TRY(ft_io_checkpoint_begin(t->checkpoint, step));
+    FT_TRY(checkpoint_settings(t, step));
+    FT_TRY(ft_io_llama_stage(t->checkpoint, t->model, &t->work->model, t->zero));
+    return ft_io_checkpoint_commit(t->checkpoint);
+}
+
+static void say_passed_over(void *user, const char *text) {
+    (void)user;
+    printf("passed over: %s\n", text);
+}
+
+/* The order of the data is a function of seed, windows and position: those must be as they were. */
+static ft_status resume_data(trainer *t, const ft_io_manifest *m) {
+    const struct { const char *key, *flag; int64_t now; } same[] = {
+        {"random.seed", "--seed", t->work->set->seed},
+        {"sampler.seq_len", "--seq-len", t->work->set->seq_len},
+        {"sampler.windows", "--data", t->sampler.windows}
+    };
+    size_t i;
+    for (i = 0; i < sizeof same / sizeof same[0]; i++) {
+        int64_t was = 0;
+        FT_TRY(ft_io_manifest_int(m, same[i].key, &was));
+        if (was != same[i].now)
+            return ft_error(FT_ERR_ARG, "%s: %s was %lld, here it is %lld: with another %s the "
+                            "data would have another order, and the run not be the same", m->where,
+                            same[i].key, (long long)was, (long long)same[i].now, same[i].flag);
+    }
+    FT_TRY(ft_io_manifest_int(m, "sampler.samples", &t->first_samples));
+    t->first_step = m->step;
+    return ft_io_sampler_resume(&t->sampler, m->step, t->first_samples);
+}
+
+static ft_status checkpoint_resume(trainer *t) {
+    const settings *set = t->work->set;
+    ft_io_resume from;
+    ft_io_manifest *m;
+    ft_status status = FT_OK;
+    char text[32];
+    memset(&from, 0, sizeof from);
+    from.dir = set->checkpoint_dir;
+    if (strcmp(set->resume, "auto") != 0) from.path = set->resume;
+    from.note = say_passed_over;
+    FT_TRY(ft_io_llama_resume(t->ctx, &from, t->model, &t->work->model, t->zero, &m));
+    if (!t->work->sampler) return FT_OK; /* a plan */
+    if (m) status = resume_data(t, m);
+    if (status == FT_OK && ft_rank(t->ctx) == 0) {
+        if (m) printf("resumed from %.*s at step %lld of %lld, after %s sequences\n",
+                      (int)(strrchr(m->where, '/') - m->where), m->where, (long long)m->step,
+                      (long long)set->steps, thousands(t->first_samples, text));
+        else printf("no checkpoint in %s: training begins at step 0\n", set->checkpoint_dir);
+        fflush(stdout);
+    }
+    ft_io_manifest_free(m);
+    return status;
+}
+
+static ft_status checkpoint_open(trainer *t) {
+    const settings *set = t->work->set;
+    ft_io_checkpoint_config config;
+    memset(&config, 0, sizeof config);
+    config.dir = set->checkpoint_dir;
+    config.keep = (int)set->keep;
+    if (config.dir) FT_TRY(ft_io_checkpoint_create(t->ctx, &config, &t->checkpoint));
+    return set->resume ? checkpoint_resume(t) : FT_OK;
+}
+
+static ft_status checkpoint_close(trainer *t, ft_status status) {
+    if (status != FT_OK) ft_io_checkpoint_abandon(t->checkpoint);
+    else status = ft_io_checkpoint_close(t->checkpoint);
+    return status;
+}
+
+#else /* main() refuses the flags */
+enum { HAS_CHECKPOINTS = 0 };
+static ft_status checkpoint_look(trainer *t, int wait) { return (void)t, (void)wait, FT_OK; }
+static ft_status checkpoint_save(trainer *t, int64_t step) { return (void)t, (void)step, FT_OK; }
+static ft_status checkpoint_open(trainer *t) { return (void)t, FT_OK; }
+static ft_status checkpoint_close(trainer *t, ft_status status) { return (void)t, status; }
+#endif
+
+/* Rows of steps that will be run again are cut off the log, and a row that was not finished. */
+static ft_status log_resume(trainer *t) {
+    const char *path = t->work->set->log_path;
+    char *row = NULL;
+    size_t room = 0;
+    long keep = 0;
+    ssize_t n;
+    FILE *file;
+    if (!t->work->sampler || !t->work->set->resume || !path || ft_rank(t->ctx) != 0) return FT_OK;
+    file = fopen(path, "r");
+    while (file && (n = getline(&row, &room, file)) > 0 && row[n - 1] == '\n') {
+        long long step = 0;
+        if (sscanf(row, "{\"step\":%lld", &step) == 1 && step > t->first_step) break;
+        keep += (long)n;
+    }
+    free(row);
+    if (file) fclose(file);
+    if (file && truncate(path, keep) != 0)
+        return ft_error(FT_ERR_IO, "%s: cannot be cut to the rows before step %lld: %s", path,
+                        (long long)t->first_step, strerror(errno));
+    return ft_io_log_open(path, 1, &t->work->log);
+}
+
+/* ------------------------------------------------------------------------------------ the steps */
+
 static ft_status train(trainer *t) {
     job *work = t->work;
     ft_lr schedule = learning_rate(work->set);
     double begin = now_s();
-    int64_t step;
-    for (step = 0; step < work->steps; step++) {
+    int64_t step, every = work->set->checkpoint_every;
+    int stop = 0;
+    for (step = t->first_step; step < work->steps && !stop; step++) {
         double lr = ft_lr_at(&schedule, step), step_begin = now_s();
         ft_zero_report report;
         if (work->records) ft_mem_timeline_clear(t->ctx);
         FT_TRY(ft_mem_phase_begin(t->ctx, "step"));
         FT_TRY(train_step(t, step, lr));
         FT_TRY(ft_zero_report_get(t->zero, &report)); /* waits for the step to be over */
-        if (step == 0) {
+        FT_TRY(stop_answer(t, &stop));
+        if (step == t->first_step) {
             ft_flops flops;
             ft_flops_get(t->ctx, &flops);
             work->results[ft_rank(t->ctx)].step_flops = flops.forward + flops.backward;
         }
         FT_TRY(ft_mem_phase_end(t->ctx));
-        if (work->records && step == work->steps - 1)
+        if (work->records && (stop || step == work->steps - 1))
             FT_TRY(ft_io_record_take(t->ctx, &work->records[ft_rank(t->ctx)]));
         if (work->sampler && ft_rank(t->ctx) == 0) {
             work->report = report;
             if (work->losses) work->losses[step] = report.loss;
             FT_TRY(report_step(work, t, step + 1, lr, now_s() - step_begin));
         }
-        FT_TRY(maybe_evaluate(t, step + 1));
+        FT_TRY(checkpoint_look(t, 0));
+        if (t->checkpoint &&
+            (stop || step + 1 == work->steps || (every && (step + 1) % every == 0)))
+            FT_TRY(checkpoint_save(t, step + 1));
+        if (!stop) FT_TRY(maybe_evaluate(t, step + 1));
     }
-    if (ft_rank(t->ctx) == 0) work->seconds = now_s() - begin;
+    if (ft_rank(t->ctx) != 0 && ft_env_rank() < 0) return FT_OK; /* a process has a job of its own */
+    work->seconds = now_s() - begin;
+    work->first_step = t->first_step;
+    work->steps_done = step;
     return FT_OK;
 }
 
@@ -921,6 +1200,10 @@ static sender sender_of(const char *group) {
 static void count_traffic(trainer *t, int sign) {
     enum { MAX_GROUPS = 16 };
     rank_result *result = &t->work->results[ft_rank(t->ctx)];
+    if (sign < 0) {
+        memset(result->sent, 0, sizeof result->sent);
+        memset(result->sent_by, 0, sizeof result->sent_by);
+    }
     ft_traffic traffic[MAX_GROUPS];
     int groups = ft_traffic_get(t->ctx, MAX_GROUPS, traffic), g, kind;
     for (g = 0; g < groups && g < MAX_GROUPS; g++)
@@ -1037,15 +1320,12 @@ static void print_sample(const job *work) {
 
 /* ---------------------------------------------------------------------------------------- ranks */
 
-/* Weights from files, before the first step. */
+/* Weights from files, before the first step. A checkpoint that is resumed replaces them. */
 static ft_status load_weights(trainer *t) {
-    rank_result *result = &t->work->results[ft_rank(t->ctx)];
 #ifdef FT_CJSON
-    if (t->work->source) FT_TRY(ft_io_llama_load(t->ctx, t->zero, t->model, t->work->source));
+    if (t->work->source) return ft_io_llama_load(t->ctx, t->zero, t->model, t->work->source);
 #endif
-    memset(result->sent, 0, sizeof result->sent);
-    memset(result->sent_by, 0, sizeof result->sent_by);
-    count_traffic(t, -1);
+    (void)t;
     return FT_OK;
 }
 
@@ -1064,6 +1344,18 @@ static ft_status export_model(trainer *t) {
     return ft_io_llama_export(t->ctx, t->zero, t->model, set->export_dir, &options);
 }
 
+static ft_status train_from_checkpoint(trainer *t) {
+    FT_TRY(checkpoint_open(t));
+    FT_TRY(log_resume(t));
+    count_traffic(t, -1);
+    FT_TRY(train(t));
+    if (t->work->set->resume) { /* without a step left, the set-up ends here */
+        FT_TRY(ft_mem_phase_begin(t->ctx, "trained"));
+        FT_TRY(ft_mem_phase_end(t->ctx));
+    }
+    return checkpoint_look(t, 1);
+}
+
 static ft_status rank_main(ft_ctx *ctx, void *user) {
     job *work = (job *)user;
     uint64_t hash;
@@ -1074,9 +1366,10 @@ static ft_status rank_main(ft_ctx *ctx, void *user) {
     FT_TRY(trainer_create(&t));
     if (work->eval) FT_TRY(ft_group_strided(ctx, "eval", 0, 1, ft_world(ctx), &t.world));
     FT_TRY(load_weights(&t));
-    FT_TRY(train(&t));
+    FT_TRY(checkpoint_close(&t, train_from_checkpoint(&t)));
     keep_result(&t);
     if (!work->sampler) return FT_OK;
+    if (ft_rank(ctx) == 0 || ft_env_rank() >= 0) release_signals();
     if (ft_env_rank() >= 0) FT_TRY(share_results(&t));
     if (ft_rank(ctx) == 0 && work->line_open) putchar('\n');
     if (ft_rank(ctx) == 0) work->line_open = 0;
@@ -1264,6 +1557,8 @@ typedef struct program { /* what main() opens and must close */
     ft_io_log *log;
     ft_io_json *memory_json;
     double peak_flops;          /* of the GPUs in use; 0: not known, or none */
+    int64_t first_step, steps_done; /* of the run */
+    int exit_status;            /* of a run that ended without an error */
     int line_open;              /* a live line is to be ended before an error is printed */
 } program;
 
@@ -1464,6 +1759,15 @@ static ft_status check_layout(program *p) {
                         "--sample needs a whole model on each rank: --tp 1 --pp 1");
     if (set->sample && set->token_dtype)
         return ft_error(FT_ERR_UNSUPPORTED, "--sample writes bytes: it needs --token-dtype bytes");
+    if ((set->checkpoint_dir || set->resume) && !HAS_CHECKPOINTS)
+        return ft_error(FT_ERR_UNSUPPORTED, "this trainer was built without checkpoints, which "
+                        "need cJSON and xxHash: install both and make build/train_llama, or "
+                        "compile with -DFT_CJSON -DFT_XXHASH and link -lcjson -lxxhash");
+    if (!set->checkpoint_dir && (set->checkpoint_every || set->keep))
+        return ft_error(FT_ERR_ARG, "%s needs --checkpoint-dir", set->keep ? "--keep"
+                                                                           : "--checkpoint-every");
+    if (!set->checkpoint_dir && set->resume && strcmp(set->resume, "auto") == 0)
+        return ft_error(FT_ERR_ARG, "--resume auto looks in --checkpoint-dir, which is missing");
     if (set->eval_every && !set->eval_data.n)
         return ft_error(FT_ERR_ARG, "--eval-every needs --eval-data");
     return ft_tp_check((int)set->tp, (int)set->sequence_parallel, p->model.heads, p->model.kv_heads,
@@ -1545,7 +1849,12 @@ static ft_status open_inputs(program *p) {
     FT_TRY(open_data(p, batch));
     FT_TRY(check_outputs(set));
     if (set->log_path && set->device != FT_META && ft_env_rank() <= 0)
-        FT_TRY(ft_io_log_open(set->log_path, 0, &p->log));
+        FT_TRY(ft_io_log_open(set->log_path, set->resume != NULL, &p->log));
+    if (set->resume && p->log) { /* it can be written; rank 0 opens it where the run resumes */
+        ft_status closed = ft_io_log_close(p->log);
+        p->log = NULL;
+        FT_TRY(closed);
+    }
     p->sac = (ft_sac *)calloc((size_t)set->layers, sizeof *p->sac);
     p->plan = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->plan);
     p->run = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->run);
@@ -1619,6 +1928,7 @@ static job job_create(program *p) {
     if (p->set.eval_data.n) work.eval = &p->eval;
     work.steps = 1;
     work.only_rank = -1;
+    work.stop_after = -1;
     work.mem_plan = p->mem_plan;
     work.results = p->plan;
     return work;
@@ -1700,6 +2010,8 @@ static ft_status plan_trial(trial *t) {
     p.set.device = FT_META;
     p.set.log_path = p.set.memory_json_path = p.set.report_path = p.set.trace_path = NULL;
     p.set.sample = p.set.eval_every = 0;
+    p.set.checkpoint_dir = p.set.resume = NULL;
+    p.set.checkpoint_every = p.set.keep = 0;
     status = open_inputs(&p);
     if (status == FT_OK) status = plan_stages(&p, t);
     free_program(&p);
@@ -1940,8 +2252,24 @@ static void print_reserved(int ranks, const rank_result *run) {
                (double)run[most].memory.reserved_bytes / (double)run[most].memory.peak_bytes);
 }
 
+/* A run that a signal ended. What it did is kept, or is lost: that is the difference in the exit
+   status. */
+static void print_stop(program *p, const job *work) {
+    int number = stop_signal ? (int)stop_signal : SIGTERM; /* of another process */
+    if (work->stop_after < 0 || work->steps_done == work->steps) return;
+    printf("stopped by %s after step %lld of %lld; ", number == SIGINT ? "SIGINT" : "SIGTERM",
+           (long long)work->steps_done, (long long)work->steps);
+    if (p->set.checkpoint_dir) {
+        printf("--resume auto continues from %s\n", work->saved);
+        return;
+    }
+    printf("without --checkpoint-dir nothing was saved\n");
+    p->exit_status = 128 + number;
+}
+
 static ft_status train_for_real(program *p) {
     int ranks = rank_count(&p->set), wrong, r;
+    int64_t steps;
     ft_status status;
     job work = job_create(p);
     work.sampler = &p->sampler;
@@ -1959,14 +2287,28 @@ static ft_status train_for_real(program *p) {
     work.peak_flops = p->peak_flops;
     for (r = 0; r < ranks; r++) work.step_flops += p->plan[r].step_flops;
     putchar('\n');
+    fflush(stdout);
+    catch_signals();
     status = launch(&work, (ft_device)p->set.device);
     p->line_open = work.line_open;
+    p->log = work.log;
     FT_TRY(status);
-    if (work.eval) printf("\nvalidation loss %.4f\n", work.eval_loss);
+    p->first_step = work.first_step;
+    p->steps_done = work.steps_done;
+    steps = work.steps_done - work.first_step;
+    if (work.evaluated) printf("\nvalidation loss %.4f\n", work.eval_loss);
+    if (steps <= 0) {
+        printf("\nnothing to train: the checkpoint is at step %lld of %lld\n",
+               (long long)work.first_step, (long long)p->set.steps);
+        if (p->set.hash) printf("\nhash %016llx\n", (unsigned long long)work.hash);
+        if (p->set.sample) print_sample(&work);
+        return FT_OK;
+    }
     printf("\ntrained %lld steps in %.1f s, %.0f tok/s: loss %.4f at first, %.4f at last (nats)\n",
-           (long long)p->set.steps, work.seconds,
-           (double)(tokens_of_step(&p->set) * p->set.steps) / work.seconds, work.first_loss,
+           (long long)steps, work.seconds,
+           (double)(tokens_of_step(&p->set) * steps) / work.seconds, work.first_loss,
            work.report.loss);
+    print_stop(p, &work);
     if (work.report.skipped > 0)
         printf("skipped %lld updates whose gradient norm was not finite\n",
                (long long)work.report.skipped);
@@ -1976,7 +2318,7 @@ static ft_status train_for_real(program *p) {
     print_reserved(ranks, p->run);
     if (wrong == 0) puts("  equal to the plan, to the byte, on every rank");
     else printf("  NOT as planned on %d of %d ranks: please report this\n", wrong, ranks);
-    printf("\nbytes sent by each rank in %lld steps\n", (long long)p->set.steps);
+    printf("\nbytes sent by each rank in %lld steps\n", (long long)steps);
     FT_TRY(print_traffic(ranks, p->run));
     if (p->set.export_dir)
         printf("\nexported %s, %s\n", p->set.export_dir, p->set.export_dtype ? "bf16" : "fp32");
@@ -1989,9 +2331,10 @@ static ft_status plan_on_meta(program *p) {
     puts(p->set.eval_data.n ? "\nbytes sent by each rank in a step and a validation batch"
                             : "\nbytes sent by each rank in a step");
     FT_TRY(print_traffic(rank_count(&p->set), p->plan));
-    if (p->set.hash || p->set.sample || p->set.log_path || p->set.export_dir)
-        puts("\nmeta has no weights and takes no steps: nothing for --hash, --sample, --log or "
-             "--export");
+    if (p->set.hash || p->set.sample || p->set.log_path || p->set.checkpoint_dir ||
+        p->set.resume || p->set.export_dir)
+        puts("\nmeta has no weights and takes no steps: nothing for --hash, --sample, --log, "
+             "--checkpoint-dir, --resume or --export");
     return FT_OK;
 }
 
@@ -2053,8 +2396,8 @@ static ft_status write_report(const program *p, const char *settings_text) {
     report.records = p->records;
     report.n_rows = n;
     report.rows = rows;
-    report.n_steps = p->set.device == FT_META ? 0 : p->set.steps;
-    report.losses = p->losses;
+    report.n_steps = p->steps_done - p->first_step; /* of a plan 0 */
+    report.losses = p->losses + p->first_step;
     status = ft_io_report_write(p->set.report_path, &report);
     free(rows);
     return status;
@@ -2065,6 +2408,7 @@ static ft_status write_records(program *p) {
     size_t at = 0;
     int i;
     if (!p->records) return FT_OK;
+    if (p->set.device != FT_META && p->steps_done == p->first_step) return FT_OK; /* no step */
     if (p->set.device == FT_META) FT_TRY(retime_plan(p));
     text[0] = '\0';
     for (i = 0; i < p->argc && at + 1 < sizeof text; i++)
@@ -2170,5 +2514,5 @@ int TRAIN_LLAMA_MAIN(int argc, char **argv) {
         return EXIT_USAGE;
     }
     ft_status status = close_program(&p, run_program(&p));
-    return status == FT_OK && output_written() ? EXIT_SUCCESS : EXIT_FAILURE;
+    return status == FT_OK && output_written() ? p.exit_status : EXIT_FAILURE;
 }

@@ -1,0 +1,259 @@
+#!/bin/sh
+# The trainer's checkpoints as its users meet them: a run that was killed, or stopped by a signal,
+# continues as if it had not been; what cannot be continued is refused and says why.
+#
+# usage: tests/test_resume.sh       tests $FT_TRAINER, default build/train_llama
+# Last line: "N passed, N failed".
+set -u
+
+trainer=${FT_TRAINER:-build/train_llama}
+# Syncing costs nothing in memory, where there is such a file system.
+where=${TMPDIR:-/tmp}
+[ -d /dev/shm ] && [ -w /dev/shm ] && where=/dev/shm
+dir=$(mktemp -d "$where/ft_resume.XXXXXX") || exit 1
+trap 'rm -rf "$dir"' EXIT
+trap 'exit 1' HUP INT TERM
+limit=
+command -v timeout >/dev/null 2>&1 && limit="timeout -k 5 120"
+
+passed=0 failed=0
+pass() { passed=$((passed + 1)); printf 'ok   %s\n' "$1"; }
+fail() {
+    failed=$((failed + 1))
+    printf 'FAIL %s: %s\n' "$1" "$2"
+    head -n 5 "$dir/err" 2>/dev/null
+    tail -n 3 "$dir/out" 2>/dev/null
+}
+
+run() { $limit "$trainer" "$@" >"$dir/out" 2>"$dir/err"; }
+
+i=0
+while [ $i -lt 250 ]; do
+    echo "the number $i is followed by $((i + 1)), said the ant"
+    i=$((i + 1))
+done >"$dir/data.txt"
+shape="--hidden 32 --heads 4 --kv-heads 2 --seq-len 32 --micro-batch-size 2"
+small="$shape --layers 2 --data $dir/data.txt"
+ck="$dir/ck"
+
+# refuse WORDS ARGUMENTS...: an exit status of 1 or 2, and one line of error that holds WORDS.
+refuse() {
+    words=$1
+    shift
+    run "$@"
+    status=$?
+    name="refuses $(echo "$*" | sed "s|$dir/||g")"
+    if [ $status != 1 ] && [ $status != 2 ]; then fail "$name" "exit status $status"
+    elif [ "$(wc -l <"$dir/err")" -ne 1 ]; then fail "$name" "more than one line of error"
+    elif ! grep -q -e "$words" "$dir/err"; then fail "$name" "does not say: $words"
+    else pass "$name"
+    fi
+}
+
+# shellcheck disable=SC2086
+{
+    run $small --steps 1 --checkpoint-dir "$dir/probe"
+    if grep -q "built without checkpoints" "$dir/err"; then
+        refuse "built without checkpoints" $small --steps 1 --checkpoint-dir "$ck"
+        refuse "lcjson" $small --steps 1 --resume "$ck"
+        echo "skipped: this trainer has no checkpoints"
+        echo "$passed passed, $failed failed"
+        [ "$failed" = 0 ]
+        exit
+    fi
+    refuse "--keep needs --checkpoint-dir" $small --keep 2
+    refuse "--checkpoint-every needs --checkpoint-dir" $small --checkpoint-every 2
+    refuse "looks in --checkpoint-dir" $small --resume
+    refuse "looks in --checkpoint-dir" $small --resume auto
+    refuse "at least 1" $small --checkpoint-dir "$ck" --keep 0
+    refuse "at least 1" $small --checkpoint-dir "$ck" --checkpoint-every 0
+    refuse "needs a name" $small --checkpoint-dir ""
+    refuse "needs a value" $small --checkpoint-dir
+    refuse "no-such" $small --resume "$dir/no-such"
+    refuse "no directory" $small --checkpoint-dir "$dir/data.txt"
+    refuse "/proc/none" $small --checkpoint-dir /proc/none/ck
+}
+
+value() { sed -n "s/^$1 //p" "$dir/out"; }
+# Rows of two logs: what a step computed, without its times.
+rows() { sed 's/,"tokens_per_s".*//' "$1"; }
+
+# wait_for PATH: until it is there, for at most 20 s.
+wait_for() {
+    tries=0
+    until [ -e "$1" ]; do
+        tries=$((tries + 1))
+        [ $tries -gt 400 ] && return 1
+        sleep 0.05
+    done
+}
+
+# wait_rows FILE N: until it has so many lines.
+wait_rows() {
+    tries=0
+    until [ -e "$1" ] && [ "$(wc -l <"$1")" -ge "$2" ]; do
+        tries=$((tries + 1))
+        [ $tries -gt 1000 ] && return 1
+        sleep 0.02
+    done
+}
+
+# ---------------------------------------------------------- killed, and resumed on the same mesh
+
+# killed NAME ARGUMENTS...: bit for bit the run that nobody killed, and the same log.
+killed() {
+    name=$1
+    shift
+    rm -rf "$ck" "$dir"/*.jsonl
+    run "$@" --hash --log "$dir/whole.jsonl" || fail "$name" "the whole run failed"
+    hash=$(value hash)
+    "$trainer" "$@" --checkpoint-dir "$ck" --checkpoint-every 15 --keep 2 \
+        --log "$dir/part.jsonl" >/dev/null 2>&1 &
+    child=$!
+    wait_rows "$dir/part.jsonl" 40
+    kill -KILL $child 2>/dev/null || fail "$name" "was over before it could be killed"
+    wait $child 2>/dev/null
+    printf '{"step":9' >>"$dir/part.jsonl" # a row that it was writing
+    if ! run "$@" --checkpoint-dir "$ck" --checkpoint-every 15 --keep 2 --log "$dir/part.jsonl" \
+        --resume --hash; then fail "$name" "resuming failed"
+    elif ! grep -q "^resumed from $ck/step-" "$dir/out"; then fail "$name" "did not resume"
+    elif [ "$(value hash)" != "$hash" ]; then fail "$name" "hash $(value hash), not $hash"
+    elif [ "$(rows "$dir/part.jsonl")" != "$(rows "$dir/whole.jsonl")" ]; then
+        fail "$name" "another log"
+    elif [ "$(ls "$ck" | grep -c '^step-')" != 2 ]; then fail "$name" "keeps others: $(ls "$ck")"
+    elif ! grep -q "equal to the plan" "$dir/out"; then fail "$name" "not as planned"
+    else pass "$name"
+    fi
+}
+
+wave="--steps 400 --lr-schedule cosine --warmup 5 --lr-floor 0.0001"
+# shellcheck disable=SC2086
+{
+    killed "killed and resumed, ZeRO-0" $small $wave --dp 2
+    killed "killed and resumed, ZeRO-1 in bf16" $small $wave --dp 2 --zero-stage 1 --dtype bf16
+    killed "killed and resumed, ZeRO-2 on a mesh" $small $wave --dp 2 --tp 2 --zero-stage 2
+    killed "killed and resumed, ZeRO-3, pipeline, tied, arena" $small $wave --dp 2 --pp 2 \
+        --zero-stage 3 --tie-embeddings --micro-batches 2 --allocator arena
+}
+
+# ------------------------------------------------------------------------- another mesh, the data
+
+# shellcheck disable=SC2086
+{
+    rm -rf "$ck" "$dir"/*.jsonl
+    run $small --steps 9 --dp 4 --log "$dir/whole.jsonl"
+    run $small --steps 6 --dp 4 --zero-stage 3 --checkpoint-dir "$ck" --log "$dir/part.jsonl"
+    run $small --steps 9 --dp 2 --pp 2 --zero-stage 1 --micro-batches 2 --checkpoint-dir "$ck" \
+        --resume --log "$dir/part.jsonl"
+    if awk -F '[:,]' 'NR == FNR { loss[$2] = $4; next }
+        { d = $4 - loss[$2]; if (d > 2e-6 || d < -2e-6 || !($2 in loss)) exit 1; n++ }
+        END { exit n != 9 }' "$dir/whole.jsonl" "$dir/part.jsonl"; then
+        pass "the same losses on another mesh"
+    else fail "the same losses on another mesh" "$(rows "$dir/part.jsonl" | tail -n 1)"
+    fi
+    run $small --steps 12 --dp 3 --checkpoint-dir "$ck" --resume --log "$dir/part.jsonl"
+    if grep -q '^{"step":10,.*"tokens":2496,' "$dir/part.jsonl" &&
+        grep -q '^{"step":12,.*"tokens":2880,' "$dir/part.jsonl"; then
+        pass "another global batch continues in the data" # 9 x 8 sequences, then 6 a step
+    else fail "another global batch continues in the data" "$(tail -n 1 "$dir/part.jsonl")"
+    fi
+    run $small --steps 12 --dp 3 --hash --checkpoint-dir "$ck" --resume --sample 3 \
+        --report "$dir/r.html"
+    run $small --steps 12 --dp 3 --hash --checkpoint-dir "$ck" --resume --allocator arena
+    if grep -q "nothing to train: the checkpoint is at step 12 of 12" "$dir/out" &&
+        grep -q "^hash " "$dir/out"; then pass "a run that is over"
+    else fail "a run that is over" "$(tail -n 1 "$dir/out")"
+    fi
+    refuse "random.seed was 0, here it is 5" $small --steps 20 --seed 5 --checkpoint-dir "$ck" \
+        --resume
+    refuse "another model: model.layers is 2 there, 3 here" $shape --layers 3 --steps 20 \
+        --data "$dir/data.txt" --checkpoint-dir "$ck" --resume
+    refuse "its optimizer is adamw" $small --optimizer sgd --steps 20 --checkpoint-dir "$ck" \
+        --resume
+    refuse "sampler.windows was" $shape --layers 2 --data "$dir/data.txt" "$dir/data.txt" \
+        --steps 20 --resume "$ck/step-00000012"
+}
+
+# ---------------------------------------------------------------------------- damage, a full disk
+
+# shellcheck disable=SC2086
+{
+    rm -rf "$ck"
+    run $small --steps 4 --dp 2 --checkpoint-dir "$ck" --checkpoint-every 2
+    part="$ck/step-00000004/rank-00001.safetensors"
+    printf 'xxxx' | dd of="$part" bs=1 seek=$(($(wc -c <"$part") - 50)) conv=notrunc 2>/dev/null
+    if run $small --steps 5 --dp 2 --checkpoint-dir "$ck" --resume &&
+        grep -q "^passed over: .*step-00000004/rank-00001" "$dir/out" &&
+        grep -q "resumed from $ck/step-00000002 at step 2 of 5" "$dir/out"; then
+        pass "a damaged checkpoint is passed over"
+    else fail "a damaged checkpoint is passed over" "$(cat "$dir/err")"
+    fi
+    refuse "damaged" $small --steps 9 --dp 2 --resume "$ck/step-00000004"
+    (
+        trap '' XFSZ
+        ulimit -f 8
+        run $small --steps 9 --dp 2 --checkpoint-dir "$ck" --checkpoint-every 3 --resume
+    )
+    status=$?
+    if [ $status = 1 ] && grep -q "rank-0000.*too large" "$dir/err" &&
+        [ -d "$ck/step-00000005" ] && [ ! -d "$ck/step-00000006" ] &&
+        run $small --steps 9 --dp 2 --checkpoint-dir "$ck" --resume &&
+        grep -q "at step 5 of 9" "$dir/out"; then pass "a full disk loses nothing"
+    else fail "a full disk loses nothing" "status $status"
+    fi
+}
+
+# --------------------------------------------------------------------------------------- signals
+
+# stopped SIGNAL STATUS ARGUMENTS...: sends it in the middle of a long run.
+stopped() {
+    signal=$1 expected=$2
+    shift 2
+    rm -f "$dir/run.jsonl"
+    "$trainer" "$@" --steps 1000000 --log "$dir/run.jsonl" >"$dir/out" 2>"$dir/err" &
+    child=$!
+    wait_rows "$dir/run.jsonl" 3
+    kill -"$signal" $child
+    wait $child
+    status=$?
+    step=$(sed -n "s/^stopped by SIG$signal after step \([0-9]*\) of 1000000.*/\1/p" "$dir/out")
+    if [ $status != "$expected" ]; then fail "SIG$signal" "exit status $status, not $expected"
+    elif [ -z "$step" ]; then fail "SIG$signal" "does not say where it stopped"
+    else return 0
+    fi
+    return 1
+}
+
+# shellcheck disable=SC2086
+{
+    rm -rf "$ck"
+    if stopped TERM 0 $small --dp 3 --zero-stage 2 --checkpoint-dir "$ck"; then
+        run $small --dp 3 --zero-stage 2 --steps $((step + 3)) --hash
+        hash=$(value hash)
+        run $small --dp 3 --zero-stage 2 --steps $((step + 3)) --hash --checkpoint-dir "$ck" --resume
+        if [ "$(value hash)" = "$hash" ] && grep -q "at step $step of" "$dir/out"; then
+            pass "SIGTERM saves the step that ran, and the run continues"
+        else fail "SIGTERM saves the step that ran, and the run continues" "another hash"
+        fi
+    fi
+    stopped TERM 143 $small --dp 2 && grep -q "nothing was saved" "$dir/out" &&
+        pass "SIGTERM without a directory"
+    rm -rf "$ck"
+    # A step of many seconds.
+    "$trainer" --steps 1000000 --seq-len 512 --hidden 512 --layers 8 --micro-batch-size 8 \
+        --data "$dir/data.txt" --checkpoint-dir "$ck" >"$dir/out" 2>"$dir/err" &
+    child=$!
+    wait_for "$ck/lock"
+    sleep 0.3
+    kill -TERM $child
+    sleep 0.1
+    kill -TERM $child
+    wait $child
+    status=$?
+    if [ $status = 143 ] && [ "$(ls "$ck")" = lock ]; then pass "a second signal ends it at once"
+    else fail "a second signal ends it at once" "status $status"
+    fi
+}
+
+echo "$passed passed, $failed failed"
+[ "$failed" = 0 ]
