@@ -15,7 +15,7 @@
 
    WHAT IT DOES NOT DO
      No tokenizer, no downloads, no weights but safetensors (pytorch_model.bin, GGUF), no quantized
-     ones, no big-endian host. It writes no token shards and no training checkpoints, and reads no compressed data.
+     ones, no big-endian host. It writes no token shards and reads no compressed data.
      JSON is written by the emitter here; of JSON read, the safetensors header needs no library, a
      Hugging Face config.json needs cJSON.
 

@@ -24,7 +24,17 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
+/* The system call number `faults_at` of those that write fails; -1: none does. */
+static int faults_at = -1, fault_calls;
+
+static int disk_fault(const char *call)
+{
+    (void)call;
+    return fault_calls++ == faults_at ? ENOSPC : 0;
+}
+
 #include "temp_files.h"
+#define FT_IO_FAULT(call) disk_fault(call)
 #define FEMTOTRON_IMPLEMENTATION
 #include "femtotron.h"
 #include "femtotron_zero.h"
@@ -1293,6 +1303,47 @@ static void exports_replace_their_own_files_alone(void **state)
     ft_io_model_close(source);
 }
 
+/* A disk that is full at any call: an error of one line, the earlier export whole, nothing beside
+   it. (The first rename may fail: that is how a directory with files in it shows.) */
+static void a_failed_export_leaves_the_old_one(void **state)
+{
+    (void)state;
+    ft_io_model *source = open_model(write_model("source", &families[0], FT_IO_F32));
+    put_text(in_directory("source"), "tokenizer.json", "{}");
+    run r = run_default(source);
+    int failures = 0, k;
+    r.target = in_directory("out");
+    r.options.max_shard_bytes = 60000;
+    r.options.copy_from = in_directory("source");
+    assert_ok(run_launch(&r));
+    const int files = count_in(r.target);
+    for (k = 0; k < 400; k++) {
+        faults_at = k;
+        fault_calls = 0;
+        const ft_status status = run_launch(&r);
+        faults_at = -1;
+        if (status != FT_OK) {
+            assert_error(status, FT_ERR_IO, "out", "No space left");
+            failures++;
+        }
+        assert_int_equal(count_in(temp_directory), 2);
+        assert_int_equal(count_in(r.target), files);
+        if (k % 8 == 0 || k > fault_calls - 4) assert_same_weights(r.target, &families[0], FT_IO_F32);
+        if (fault_calls <= k) break;
+    }
+    assert_in_range(failures, 20, 390);
+    assert_in_range(k - failures, 0, 2);
+    /* The same where nothing was. */
+    r.target = in_directory("new");
+    faults_at = 5;
+    fault_calls = 0;
+    assert_error(run_launch(&r), FT_ERR_IO, "new", "No space left");
+    faults_at = -1;
+    assert_false(is_there(temp_directory, "new"));
+    assert_int_equal(count_in(temp_directory), 2);
+    ft_io_model_close(source);
+}
+
 static void wrong_exports_are_refused(void **state)
 {
     (void)state;
@@ -1464,6 +1515,7 @@ int main(void)
         TEST(a_config_comes_back_from_its_text),
         TEST(configs_that_nobody_reads_are_not_written),
         TEST(exports_replace_their_own_files_alone),
+        TEST(a_failed_export_leaves_the_old_one),
         TEST(wrong_exports_are_refused),
         TEST(runs_out_of_memory_in_good_order),
     };
@@ -1484,6 +1536,7 @@ static void models_need_a_parser(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {cmocka_unit_test(models_need_a_parser)};
+    (void)faults_at;
     (void)make_directory;
     (void)clean_directory;
     (void)remove_directory;
