@@ -1331,17 +1331,17 @@ static ft_status load_weights(trainer *t) {
 
 static ft_status export_model(trainer *t) {
     const settings *set = t->work->set;
-    ft_io_export options = ft_io_export_default();
+    ft_io_export how = ft_io_export_default();
     struct stat info;
     if (!set->export_dir) return FT_OK;
-    options.dtype = set->export_dtype ? FT_IO_BF16 : FT_IO_F32;
-    options.max_shard_bytes = set->export_shard;
-    options.max_positions = set->seq_len;
-    if (set->has_like) options.like = &set->like;
-    options.copy_from = set->init_from;
+    how.dtype = set->export_dtype ? FT_IO_BF16 : FT_IO_F32;
+    how.max_shard_bytes = set->export_shard;
+    how.max_positions = set->seq_len;
+    if (set->has_like) how.like = &set->like;
+    how.copy_from = set->init_from;
     if (!set->init_from && set->model && stat(set->model, &info) == 0 && S_ISDIR(info.st_mode))
-        options.copy_from = set->model;
-    return ft_io_llama_export(t->ctx, t->zero, t->model, set->export_dir, &options);
+        how.copy_from = set->model;
+    return ft_io_llama_export(t->ctx, t->zero, t->model, set->export_dir, &how);
 }
 
 static ft_status train_from_checkpoint(trainer *t) {
