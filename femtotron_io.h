@@ -15,10 +15,10 @@
 
    WHAT IT DOES NOT DO
      No tokenizer (tools/tokenize.py calls one, and writes what is read here), no downloads, no
-     models split over several safetensors files, no big-endian host. It writes no token shards, and
-     reads no compressed data. Of Megatron's data it reads text, no multimodal sequences, and blends
-     no data sets by weights. Ranks of a checkpoint share a file system: nothing is sent to one rank
-     to be written, and none of it is compressed.
+     weights but safetensors (pytorch_model.bin, GGUF), no quantized ones, no big-endian host. It
+     writes no token shards, and reads no compressed data. Of Megatron's data it reads text, no
+     multimodal sequences, and blends no data sets by weights. Ranks of a checkpoint share a file
+     system: nothing is sent to one rank to be written, and none of it is compressed.
      JSON is written by the emitter here; of JSON read, the safetensors header and examples for
      fine-tuning need no library, a Hugging Face config.json and a checkpoint's manifest need cJSON.
 
@@ -28,12 +28,14 @@
        >>safetensors  read and write tensor files      >>files.impl, >>utf8.impl, >>header.impl,
                                                        >>safetensors.impl, >>writer.impl
        >>hf           config.json of Hugging Face      >>hf.impl
+       >>model        a model's directory              >>model.impl
+       >>llama        it, into a Llama and out again   >>llama.impl
        >>data         files as one stream of tokens    >>tokens.impl, >>megatron.impl, >>jsonl.impl,
                                                        >>data.impl, >>rows.impl
        >>sampler      which tokens a step sees         >>sampler.impl
        >>eval         which ones an evaluation sees    >>eval.impl
        >>checkpoint   training state that survives     >>manifest.impl, >>reader.impl,
-                                                       >>checkpoint.impl, >>llama.impl
+                                                       >>checkpoint.impl, >>resume.impl
        >>json         an emitter for nested JSON       >>json.impl
        >>log          metrics as JSON lines            >>log.impl
        >>record       what a rank did in a step        >>record.impl
@@ -43,8 +45,9 @@
    OPTIONS  (define before the include that has the implementation)
      FEMTOTRON_IO_IMPLEMENTATION   the implementation of this header alone. Default: off;
                    FEMTOTRON_IMPLEMENTATION switches on that of every header.
-     FT_CJSON      adds >>hf, which parses with cJSON (<cjson/cJSON.h>, link -lcjson). Default off.
-                   Set it, in every file that calls >>hf, where the library is installed.
+     FT_CJSON      adds what reads JSON - of >>hf the parsing, >>model, loading of >>llama - with
+                   cJSON (<cjson/cJSON.h>, link -lcjson). Default off. Set it, in every file that
+                   calls those, where the library is installed. Writing needs no library.
      FT_XXHASH     adds, together with FT_CJSON, >>checkpoint, which hashes with xxHash (<xxhash.h>,
                    link -lxxhash). Default off. Checkpoints of a Llama are there where
                    femtotron_llama.h is included before this header, also by the file with the
@@ -98,6 +101,10 @@
        operation                      memory                        time
        ft_io_safetensors_open         header + 150 B a tensor       n log n in the tensors
        ft_io_safetensors_finish       header + 1 MiB                one pass over the data
+       ft_io_model_open               headers + 150 B a tensor      n log n in the tensors; of a tied
+                                                                    head both tables
+       ft_io_llama_load               2 MiB a rank                  one pass over what a rank owns
+       ft_io_llama_export             largest tensor, rank 0        one pass over all weights
        ft_io_data_open                100 B a file                  none for the data
          of Megatron's data           the same                      one pass over the index
          of examples                  28 B an example, 8 B a row    one pass over the data
@@ -237,7 +244,7 @@ FT_API void ft_io_safetensors_abandon(ft_io_safetensors_writer *writer);
 
 /* ---------------------------------------------------------------------------------------- >>hf */
 
-#ifdef FT_CJSON
+enum { FT_IO_HF_EOS = 8 }; /* the most ends of a text that a config may list */
 
 typedef struct ft_io_hf_config {
     char model_type[16];       /* "llama", "mistral", "qwen2" or "qwen3" */
@@ -249,26 +256,149 @@ typedef struct ft_io_hf_config {
     double norm_eps;
     double rope_theta;
     ft_rope_scaling rope_scaling; /* llama3; all 0: none */
+    int64_t sliding_window;    /* keys that a query sees at most, its own included; 0: all */
+    int64_t full_layers;       /* with a window: the first layers, which do not obey it */
+    /* What training does not read, kept for who reads the model after it. */
+    double init_std;           /* initializer_range; 0: not given */
+    int64_t bos_token, pad_token; /* -1: not given */
+    int n_eos;
+    int64_t eos_tokens[FT_IO_HF_EOS];
+    char dtype[16];            /* "float32", "bfloat16", ... of the weights; "": not given */
 } ft_io_hf_config;
+
+FT_API ft_io_hf_config ft_io_hf_config_default(void);
+/* llama, norm_eps 1e-6, rope_theta 10000, no token ids; sizes are 0 and must be set. */
+FT_API ft_status ft_io_hf_config_check_length(const ft_io_hf_config *config, const char *where,
+                                              int64_t tokens);
+/* FT_ERR_UNSUPPORTED where the model has a sliding window shorter than sequences of `tokens`: none
+   is applied here, which is the same up to the window's length. Call it for what was parsed. */
+FT_API ft_status ft_io_hf_config_write(const ft_io_hf_config *config, const char *path);
+/* Writes a config.json that transformers 4.43 and later (4.51 for qwen3) take, 5 too: rope_theta
+   beside rope_scaling and torch_dtype are the spellings that all of them know. As
+   ft_io_safetensors_finish does: whole or not at all. FT_ERR_ARG for sizes below 1;
+   FT_ERR_UNSUPPORTED, naming the switch, for what the family's config.json can not say. */
+
+#ifdef FT_CJSON
 
 FT_API ft_status ft_io_hf_config_parse(const char *json_text, const char *where,
                                        ft_io_hf_config *config);
 /* Reads the text of a Hugging Face config.json; `where` (a file's name) begins the messages. What
    the families mean by the same keys:
      llama     attention_bias: q, k, v and o; mlp_bias
-     mistral   no biases; sliding_window must be there and null (absent, it means 4096)
+     mistral   no biases; sliding_window, in all layers: 4096 if absent, null for none
      qwen2     q, k and v always have a bias, o never
      qwen3     attention_bias: q, k, v and o; q and k norms; head_dim 128 unless given
+     both qwen where use_sliding_window: sliding_window (4096), from layer max_window_layers (28) on
    Elsewhere an absent head_dim is hidden / heads, an absent rms_norm_eps 1e-6. An absent number of
    kv heads (= heads) and an absent rope_theta (10000) are taken from llama alone; others must say
    them. Both layouts of rotary settings are read: rope_theta with rope_scaling, and
-   rope_parameters.
+   rope_parameters; both names of the dtype: dtype, before torch_dtype; layer_types, which must say
+   what the keys above say. An eos_token_id may be a number or a list.
    FT_ERR_DATA, naming the key: not JSON, a key twice, a value missing, of the wrong type or out of
-   range. FT_ERR_UNSUPPORTED, by name: other model types, rope types but default and llama3, sliding
-   windows, experts, quantization, dropout, activations but silu.
-   cJSON keeps its last error in a global variable: call this from one thread at a time. */
+   range. FT_ERR_UNSUPPORTED, by name: other model types, rope types but default and llama3, windows
+   in other layers, experts, quantization, dropout, activations but silu.
+   cJSON keeps its last error in a global variable: call what parses JSON (here, _read, index_parse,
+   ft_io_model_open) from one thread at a time. */
+FT_API ft_status ft_io_hf_config_parse_n(const char *json_text, size_t bytes, const char *where,
+                                         ft_io_hf_config *config);
+/* The same for a text that need not end with a zero; one inside it is refused. */
+FT_API ft_status ft_io_hf_config_read(const char *path, ft_io_hf_config *config);
+/* The same from a file, or from the config.json of a directory. At most 16 MiB. */
+
+typedef struct ft_io_hf_index ft_io_hf_index;
+
+FT_API ft_status ft_io_hf_index_parse(const char *json_text, size_t bytes, const char *where,
+                                      ft_io_hf_index **out);
+/* The text of a model.safetensors.index.json: its weight_map, tensor -> file; other keys are passed
+   over. FT_ERR_DATA: not JSON, no weight_map or an empty one, a tensor twice, a file that is not
+   the name of a .safetensors file of the same directory (no path, no leading dot). */
+FT_API int64_t ft_io_hf_index_count(const ft_io_hf_index *index);
+FT_API const char *ft_io_hf_index_at(const ft_io_hf_index *index, int64_t i, const char **file);
+/* Tensor number i, sorted by name, and, unless NULL, its file; NULL outside 0..count-1. */
+FT_API void ft_io_hf_index_free(ft_io_hf_index *index);
+
+/* ------------------------------------------------------------------------------------- >>model */
+
+typedef struct ft_io_model ft_io_model; /* a model directory of Hugging Face, open for reading */
+
+FT_API ft_status ft_io_model_open(const char *directory, ft_io_model **out);
+/* config.json, and model.safetensors or else model.safetensors.index.json with its files. All is
+   checked before a weight is read: every tensor of the model is there once, in the file that the
+   index says, with the shape that config.json says (both are named where they differ), in F32,
+   BF16, F16 or F64; nothing else is there but rotary_emb.inv_freq, which is ignored, and, of a tied
+   model, an lm_head.weight that must equal the embedding (both are read once for that).
+   Names in an index can not leave the directory. Symbolic links in it are followed: a hub's cache
+   is made of them, and who can place links there can place weights too.
+   A model that is declared untied and has no lm_head.weight is refused; transformers would go on
+   with a random one.
+   FT_ERR_IO, FT_ERR_DATA, FT_ERR_UNSUPPORTED: one line that names the file and the tensor. */
+FT_API void ft_io_model_close(ft_io_model *model);
+/* NULL is allowed. */
+FT_API const ft_io_hf_config *ft_io_model_config(const ft_io_model *model);
+FT_API const char *ft_io_model_directory(const ft_io_model *model);
+FT_API int64_t ft_io_model_count(const ft_io_model *model);
+FT_API const ft_io_tensor *ft_io_model_at(const ft_io_model *model, int64_t i);
+/* The model's tensors sorted by name, without those that are ignored. NULL outside 0..count-1. */
+FT_API const ft_io_tensor *ft_io_model_find(const ft_io_model *model, const char *name);
+/* NULL if there is none (no error is set). */
 
 #endif /* FT_CJSON */
+
+/* ------------------------------------------------------------------------------------- >>llama */
+
+/* Between these files and a Llama of femtotron_llama.h. Only where that header is included before
+   this one, in the file with the implementation too. */
+#ifdef FEMTOTRON_LLAMA_H
+
+FT_API ft_status ft_io_llama_config(const ft_io_hf_config *config, const char *where,
+                                    int64_t tokens, ft_llama_config *model);
+/* The model that a config.json describes, for sequences of at most `tokens` (which
+   ft_io_hf_config_check_length checks; 0: any). `where` begins the messages. */
+FT_API ft_status ft_io_llama_hf_config(const ft_llama_config *model, const ft_io_hf_config *like,
+                                       ft_io_hf_config *config);
+/* The reverse. Family, window, token ids and max_positions are those of `like`; where it is NULL,
+   the family is the first of llama, qwen2 and qwen3 that can say what the model has.
+   FT_ERR_UNSUPPORTED, naming the switch, if none can. */
+
+#ifdef FT_CJSON
+FT_API ft_status ft_io_llama_load(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
+                                  const ft_io_model *source);
+/* Sets all weights of a model on any mesh: masters to the values in the files (F64: rounded),
+   parameters to these rounded to their dtype. Optimizer state stays. A collective call; open the
+   source once a process, before its ranks start: they may share it.
+   Each rank reads what it owns (ft_llama_owned) and small gaps between; 2 MiB of host memory a
+   rank; sent: what ft_zero_state_commit sends. FT_ERR_DATA, naming both shapes, where the source is
+   of another shape. A model whose init_std is 0 is created faster. */
+#endif
+
+typedef struct ft_io_export {
+    ft_io_dtype dtype;           /* FT_IO_F32, or FT_IO_BF16: masters rounded to nearest even */
+    int64_t max_shard_bytes;     /* of a file's data; 0: 5 000 000 000 */
+    int64_t max_positions;       /* where `like` gives none */
+    const ft_io_hf_config *like; /* NULL, or of the model that this one began as */
+    const char *copy_from;       /* NULL, or a directory whose tokenizer and generation_config.json
+                                    are copied along, those that are there */
+    ft_group *world;             /* of all ranks in order; NULL: one is made */
+} ft_io_export;
+
+FT_API ft_io_export ft_io_export_default(void);
+FT_API ft_status ft_io_export_check(const char *directory);
+/* Whether an export may go there, to be asked before hours of training: FT_ERR_IO, naming what is
+   in the way. It may where nothing is, or an empty directory; or one that holds nothing but the
+   files of an earlier export, which its femtotron_export.txt lists: that one is replaced. */
+FT_API ft_status ft_io_llama_export(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
+                                    const char *directory, const ft_io_export *options);
+/* Writes a directory that AutoModelForCausalLM.from_pretrained loads: config.json; the fp32 masters
+   in model.safetensors or, where they need several files, in model-00001-of-0000N.safetensors with
+   model.safetensors.index.json; femtotron_export.txt. A tied head is written once, as the embedding.
+   A collective call between steps; rank 0 writes, and all return when it is done.
+   First DIRECTORY.tmp-PID-N beside it, synced, then renamed: a directory of that name is whole. A
+   replaced one is DIRECTORY.old-PID-N between two renames; a process that dies there leaves both.
+   Host memory: the largest tensor in fp32 and 2 MiB on rank 0, 1 MiB on others. Sent: by each rank
+   what it stores (ft_llama_stored), to rank 0. While rank 0 syncs a file the others wait: timeout_s
+   must be enough for max_shard_bytes on a slow disk. On meta: nothing. */
+
+#endif /* FEMTOTRON_LLAMA_H */
 
 /* -------------------------------------------------------------------------------------- >>data */
 
@@ -922,14 +1052,48 @@ static float ft__io_float_of_bits(uint32_t bits)
     return value;
 }
 
+/* Exact, and without a branch, so that loops of it become vector code. The exponent is re-biased:
+   by 112, or by 224 where it is 31 (infinities and NaNs, whose bits are kept). Below 2^-14, and at
+   0, the value is mantissa * 2^-24: the mantissa in the last bits of 0.5, less 0.5. */
 static float ft__io_float_of_f16(uint16_t bits)
 {
-    const uint32_t sign = (uint32_t)(bits >> 15) << 31;
-    const uint32_t exponent = (bits >> 10) & 31u, mantissa = bits & 1023u;
-    if (exponent == 31) return ft__io_float_of_bits(sign | 0x7f800000u | mantissa << 13);
-    if (exponent > 0) return ft__io_float_of_bits(sign | (exponent + 112) << 23 | mantissa << 13);
-    /* Subnormal, or zero with its sign: mantissa * 2^-24, exact in fp32. */
-    return (sign != 0 ? -1.0f : 1.0f) * ((float)mantissa * (1.0f / 16777216.0f));
+    const uint32_t sign = (uint32_t)(bits & 0x8000u) << 16, rest = bits & 0x7fffu;
+    const uint32_t normal = (rest << 13) + (rest >= 0x7c00u ? 0x70000000u : 0x38000000u);
+    const float tiny = ft__io_float_of_bits(0x3f000000u | rest) - 0.5f;
+    uint32_t small;
+    memcpy(&small, &tiny, sizeof small);
+    return ft__io_float_of_bits(sign | (rest < 0x400u ? small : normal));
+}
+
+/* values[n] = n elements of F32, BF16, F16 or F64 at `from`, which may be aligned to nothing. */
+static void ft__io_floats(ft_io_dtype dtype, const void *source, int64_t n, float *values)
+{
+    const unsigned char *from = (const unsigned char *)source;
+    uint16_t bits;
+    double wide;
+    if (dtype == FT_IO_F32) {
+        memcpy(values, from, (size_t)n * sizeof *values);
+    } else if (dtype == FT_IO_BF16) {
+        for (int64_t i = 0; i < n; i++) {
+            memcpy(&bits, from + 2 * i, sizeof bits);
+            values[i] = ft__io_float_of_bits((uint32_t)bits << 16);
+        }
+    } else if (dtype == FT_IO_F16) {
+        for (int64_t i = 0; i < n; i++) {
+            memcpy(&bits, from + 2 * i, sizeof bits);
+            values[i] = ft__io_float_of_f16(bits);
+        }
+    } else {
+        for (int64_t i = 0; i < n; i++) {
+            memcpy(&wide, from + 8 * i, sizeof wide);
+            values[i] = (float)wide;
+        }
+    }
+}
+
+static int ft__io_becomes_float(ft_io_dtype dtype)
+{
+    return dtype == FT_IO_F32 || dtype == FT_IO_BF16 || dtype == FT_IO_F16 || dtype == FT_IO_F64;
 }
 
 static ft_status ft__io_check_range(const char *function, const ft_io_tensor *tensor, int64_t first,
@@ -949,30 +1113,13 @@ FT_API ft_status ft_io_read_float(const ft_io_tensor *tensor, int64_t first, int
 {
     FT_TRY(ft__io_check_range("ft_io_read_float", tensor, first, n, values));
     const size_t width = (size_t)ft_io_dtype_bits(tensor->dtype) / 8;
-    const ft_io_dtype dtype = tensor->dtype;
-    if (dtype != FT_IO_F32 && dtype != FT_IO_BF16 && dtype != FT_IO_F16 && dtype != FT_IO_F64)
+    if (!ft__io_becomes_float(tensor->dtype))
         return ft_error(FT_ERR_UNSUPPORTED,
                         "ft_io_read_float: tensor \"%s\" is %s; F32, BF16, F16 and F64 become "
                         "float",
-                        tensor->name, ft_io_dtype_name(dtype));
-    if (n == 0) return FT_OK;
-    const unsigned char *from = (const unsigned char *)tensor->data + (size_t)first * width;
-    if (dtype == FT_IO_F32) {
-        memcpy(values, from, (size_t)n * width);
-        return FT_OK;
-    }
-    for (int64_t i = 0; i < n; i++, from += width) {
-        uint16_t bits;
-        double wide;
-        if (dtype == FT_IO_F64) {
-            memcpy(&wide, from, sizeof wide);
-            values[i] = (float)wide;
-        } else {
-            memcpy(&bits, from, sizeof bits);
-            values[i] = dtype == FT_IO_BF16 ? ft__io_float_of_bits((uint32_t)bits << 16)
-                                            : ft__io_float_of_f16(bits);
-        }
-    }
+                        tensor->name, ft_io_dtype_name(tensor->dtype));
+    if (n > 0)
+        ft__io_floats(tensor->dtype, (const char *)tensor->data + (size_t)first * width, n, values);
     return FT_OK;
 }
 
@@ -1111,6 +1258,18 @@ static int ft__io_write(int fd, const void *from, size_t bytes, size_t *written)
     return error;
 }
 
+#if defined(FT_CJSON) || defined(FEMTOTRON_LLAMA_H)
+/* DIRECTORY/NAME, to be freed. */
+static ft_status ft__io_inside(const char *directory, const char *name, char **path)
+{
+    const size_t n = strlen(directory), room = n + strlen(name) + 2;
+    *path = (char *)FT_MALLOC(room);
+    if (*path == NULL) return ft__io_oom(directory, room);
+    snprintf(*path, room, "%s%s%s", directory, n > 0 && directory[n - 1] == '/' ? "" : "/", name);
+    return FT_OK;
+}
+#endif
+
 static int ft__io_fsync(int fd)
 {
     const int error = FT_IO_FAULT("sync");
@@ -1192,6 +1351,7 @@ struct ft_io_json {
     ft__io_text text;
     FILE *file;               /* NULL: everything stays in `text` */
     int owns_file;
+    int indent;               /* 1: each key on a line of its own, for people */
     char *name;
     int depth;
     char close[FT__IO_DEPTH]; /* what ends each open level: '}' or ']' */
@@ -1270,6 +1430,13 @@ static void ft__io_json_escape(ft_io_json *json, const char *string)
     ft__io_json_put(json, "\"", 1);
 }
 
+static void ft__io_json_line(ft_io_json *json)
+{
+    if (!json->indent) return;
+    ft__io_json_put(json, "\n", 1);
+    for (int i = 0; i < json->depth; i++) ft__io_json_put(json, "  ", 2);
+}
+
 /* 1 if a value may stand here; writes the comma before it. */
 static int ft__io_json_value(ft_io_json *json)
 {
@@ -1304,6 +1471,7 @@ static void ft__io_json_end(ft_io_json *json, char close)
         return;
     }
     json->depth--;
+    if (close == '}' && json->filled) ft__io_json_line(json);
     json->filled = 1;
     ft__io_json_put(json, &close, 1);
 }
@@ -1337,8 +1505,9 @@ FT_API void ft_io_json_key(ft_io_json *json, const char *key)
         return;
     }
     if (json->filled) ft__io_json_put(json, ",", 1);
+    ft__io_json_line(json);
     ft__io_json_escape(json, key);
-    ft__io_json_put(json, ":", 1);
+    ft__io_json_put(json, ": ", json->indent ? 2 : 1);
     json->filled = 1;
     json->keyed = 1;
 }
@@ -2327,8 +2496,26 @@ static ft_status ft__io_check_target(const char *path)
     return FT_OK;
 }
 
-/* Writes the temporary file and puts it in the place of `path`. After the rename nothing can fail
-   but the sync of the directory. */
+/* Syncs and closes a temporary file and, if all went well, puts it in the place of `path`. After the
+   rename nothing can fail but the sync of the directory. */
+static ft_status ft__io_put_in_place(const char *path, const char *temporary, int fd, int directory,
+                                     ft_status status)
+{
+    if (status == FT_OK && ft__io_fsync(fd) != 0)
+        status = ft_error(FT_ERR_IO, "%s: cannot write its temporary file: %s", path,
+                          strerror(errno));
+    if (close(fd) != 0 && status == FT_OK)
+        status = ft_error(FT_ERR_IO, "%s: cannot write its temporary file: %s", path,
+                          strerror(errno));
+    if (status == FT_OK && ft__io_rename(temporary, path) != 0)
+        status = ft_error(FT_ERR_IO, "%s: cannot rename its temporary file: %s", path,
+                          strerror(errno));
+    if (status != FT_OK) unlink(temporary);
+    else status = ft__io_sync_directory(path, directory);
+    return status;
+}
+
+/* Writes the temporary file and puts it in the place of `path`. */
 static ft_status ft__io_replace(const ft_io_safetensors_writer *writer, int directory)
 {
     char *temporary = NULL;
@@ -2336,13 +2523,7 @@ static ft_status ft__io_replace(const ft_io_safetensors_writer *writer, int dire
     FT_TRY(ft__io_open_temporary(writer->path, &temporary, &fd));
     ft_status status = ft__io_write_header(writer, fd);
     if (status == FT_OK) status = ft__io_write_data(writer, fd);
-    if (status == FT_OK && ft__io_fsync(fd) != 0) status = ft__io_write_error(writer, errno);
-    if (close(fd) != 0 && status == FT_OK) status = ft__io_write_error(writer, errno);
-    if (status == FT_OK && ft__io_rename(temporary, writer->path) != 0)
-        status = ft_error(FT_ERR_IO, "%s: cannot rename its temporary file: %s", writer->path,
-                          strerror(errno));
-    if (status != FT_OK) unlink(temporary);
-    else status = ft__io_sync_directory(writer->path, directory);
+    status = ft__io_put_in_place(writer->path, temporary, fd, directory, status);
     FT_FREE(temporary);
     return status;
 }
@@ -2362,6 +2543,39 @@ static ft_status ft__io_commit(const ft_io_safetensors_writer *writer)
     return status;
 }
 
+/* A file of these bytes, as _finish makes one: whole or not at all. */
+static ft_status ft__io_bytes_to_file(const char *path, const void *bytes, size_t n)
+{
+    char *temporary = NULL;
+    int fd = -1, directory = -1;
+    FT_TRY(ft__io_check_target(path));
+    FT_TRY(ft__io_open_directory(path, &directory));
+    ft_status status = ft__io_open_temporary(path, &temporary, &fd);
+    if (status == FT_OK) {
+        const int error = ft__io_write(fd, bytes, n, NULL);
+        if (error != 0)
+            status = ft_error(FT_ERR_IO, "%s: cannot write its temporary file: %s", path,
+                              strerror(error));
+        status = ft__io_put_in_place(path, temporary, fd, directory, status);
+        FT_FREE(temporary);
+    }
+    if (directory >= 0) close(directory);
+    return status;
+}
+
+/* Ends an emitter that has no file, and frees its text. */
+static ft_status ft__io_json_to_file(ft_io_json *json, const char *path)
+{
+    char *name = ft__io_copy(path);
+    json->name = name;
+    ft__io_json_put(json, "\n", 1);
+    ft_status status = name == NULL ? ft__io_oom(path, strlen(path) + 1) : ft__io_json_status(json);
+    if (status == FT_OK) status = ft__io_bytes_to_file(path, json->text.bytes, json->text.n);
+    FT_FREE(json->text.bytes);
+    FT_FREE(name);
+    return status;
+}
+
 FT_API ft_status ft_io_safetensors_finish(ft_io_safetensors_writer *writer)
 {
     if (writer == NULL)
@@ -2372,6 +2586,220 @@ FT_API ft_status ft_io_safetensors_finish(ft_io_safetensors_writer *writer)
 }
 
 /* ----------------------------------------------------------------------------------- >>hf.impl */
+
+FT_API ft_io_hf_config ft_io_hf_config_default(void)
+{
+    ft_io_hf_config config;
+    memset(&config, 0, sizeof config);
+    snprintf(config.model_type, sizeof config.model_type, "llama");
+    config.norm_eps = 1e-6;
+    config.rope_theta = 10000;
+    config.bos_token = config.pad_token = -1;
+    return config;
+}
+
+FT_API ft_status ft_io_hf_config_check_length(const ft_io_hf_config *config, const char *where,
+                                              int64_t tokens)
+{
+    if (config == NULL || where == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_hf_config_check_length: config and where must not be "
+                                    "NULL");
+    if (config->sliding_window == 0 || tokens <= config->sliding_window) return FT_OK;
+    return ft_error(FT_ERR_UNSUPPORTED,
+                    "%s: \"sliding_window\": a window of %lld tokens is not supported for sequences "
+                    "of %lld: shorten them to %lld",
+                    where, (long long)config->sliding_window, (long long)tokens,
+                    (long long)config->sliding_window);
+}
+
+typedef enum ft__io_family { FT__IO_LLAMA = 0, FT__IO_MISTRAL, FT__IO_QWEN2, FT__IO_QWEN3,
+                             FT__IO_FAMILIES } ft__io_family;
+
+static const char *const ft__io_family_types[FT__IO_FAMILIES] = {"llama", "mistral", "qwen2",
+                                                                 "qwen3"};
+static const char *const ft__io_family_classes[FT__IO_FAMILIES] = {
+    "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"};
+
+/* FT__IO_FAMILIES for any other name. */
+static int ft__io_family_of(const char *model_type)
+{
+    int i = 0;
+    while (i < FT__IO_FAMILIES && strcmp(model_type, ft__io_family_types[i]) != 0) i++;
+    return i;
+}
+
+/* What keeps a family's config.json from describing this model; NULL: nothing does. */
+static const char *ft__io_hf_unsayable(const ft_io_hf_config *c, int family)
+{
+    if (c->qk_norm != (family == FT__IO_QWEN3))
+        return family == FT__IO_QWEN3 ? "norms of query and key heads are not off there"
+                                      : "norms of query and key heads are of qwen3 alone";
+    if (family == FT__IO_QWEN2 && !c->qkv_bias) return "qwen2 has biases on q, k and v";
+    if (family == FT__IO_QWEN2 && c->o_bias) return "qwen2 has no bias on o";
+    if (family == FT__IO_MISTRAL && (c->qkv_bias || c->o_bias)) return "mistral has no biases";
+    if (family != FT__IO_QWEN2 && c->qkv_bias != c->o_bias)
+        return "biases on q, k and v go with one on o";
+    if (family != FT__IO_LLAMA && c->mlp_bias) return "biases of the feed-forward are llama's";
+    if (family == FT__IO_LLAMA && c->hidden % c->heads != 0)
+        return "transformers takes no llama whose hidden size is no multiple of its heads";
+    if (family == FT__IO_LLAMA && c->sliding_window != 0) return "llama has no sliding window";
+    if (family == FT__IO_MISTRAL && c->sliding_window != 0 && c->full_layers != 0)
+        return "mistral's sliding window is that of all layers";
+    return NULL;
+}
+
+static ft_status ft__io_hf_check(const ft_io_hf_config *c, const char *path, int *family)
+{
+    *family = ft__io_family_of(c->model_type);
+    if (*family == FT__IO_FAMILIES)
+        return ft_error(FT_ERR_UNSUPPORTED, "%s: model type \"%s\" is none of llama, mistral, qwen2 "
+                        "and qwen3", path, ft__io_show(c->model_type).text);
+    if (c->vocab < 1 || c->hidden < 1 || c->layers < 1 || c->heads < 1 || c->kv_heads < 1 ||
+        c->head_dim < 1 || c->intermediate < 1 || c->n_eos < 0 || c->n_eos > FT_IO_HF_EOS ||
+        !(c->norm_eps > 0) || !(c->rope_theta > 0))
+        return ft_error(FT_ERR_ARG,
+                        "%s: a config needs sizes of 1 and more: vocab %lld, hidden %lld, layers "
+                        "%lld, heads %lld, kv_heads %lld, head_dim %lld, intermediate %lld, "
+                        "norm_eps %g, rope_theta %g, %d ends of a text",
+                        path, (long long)c->vocab, (long long)c->hidden, (long long)c->layers,
+                        (long long)c->heads, (long long)c->kv_heads, (long long)c->head_dim,
+                        (long long)c->intermediate, c->norm_eps, c->rope_theta, c->n_eos);
+    const char *why = ft__io_hf_unsayable(c, *family);
+    if (why == NULL) return FT_OK;
+    return ft_error(FT_ERR_UNSUPPORTED, "%s: a config.json of type %s can not describe this model: "
+                    "%s", path, c->model_type, why);
+}
+
+/* The fewest digits that read back as the same number, and always as a float: Python's 1 is an
+   integer where 1.0 is wanted. */
+static void ft__io_hf_put_double(ft_io_json *json, const char *key, double value)
+{
+    char text[48], clean[48];
+    int digits = 1, n = 0, plain_number = 1;
+    do snprintf(text, sizeof text, "%.*g", digits, value);
+    while (digits++ < 17 && (strtod(text, NULL) < value || strtod(text, NULL) > value));
+    for (const char *c = text; *c != 0; c++) { /* a locale's decimal point; see _json_float */
+        const int plain = (*c >= '0' && *c <= '9') || *c == '-' || *c == '+' || *c == 'e';
+        if (!plain || *c == 'e') plain_number = 0;
+        if (plain || n == 0 || clean[n - 1] != '.') clean[n++] = plain ? *c : '.';
+    }
+    if (plain_number) {
+        clean[n++] = '.';
+        clean[n++] = '0';
+    }
+    ft_io_json_key(json, key);
+    if (ft__io_json_value(json)) ft__io_json_put(json, clean, (size_t)n);
+}
+
+static void ft__io_hf_put_int(ft_io_json *json, const char *key, int64_t value)
+{
+    ft_io_json_key(json, key);
+    ft_io_json_int(json, value);
+}
+
+static void ft__io_hf_put_flag(ft_io_json *json, const char *key, int value)
+{
+    ft_io_json_key(json, key);
+    ft_io_json_bool(json, value);
+}
+
+static void ft__io_hf_put_string(ft_io_json *json, const char *key, const char *value)
+{
+    ft_io_json_key(json, key);
+    ft_io_json_string(json, value);
+}
+
+static void ft__io_hf_put_tokens(ft_io_json *json, const ft_io_hf_config *c)
+{
+    if (c->bos_token >= 0) ft__io_hf_put_int(json, "bos_token_id", c->bos_token);
+    if (c->n_eos == 1) ft__io_hf_put_int(json, "eos_token_id", c->eos_tokens[0]);
+    if (c->n_eos > 1) {
+        ft_io_json_key(json, "eos_token_id");
+        ft_io_json_begin_array(json);
+        for (int i = 0; i < c->n_eos; i++) ft_io_json_int(json, c->eos_tokens[i]);
+        ft_io_json_end_array(json);
+    }
+    if (c->pad_token >= 0) ft__io_hf_put_int(json, "pad_token_id", c->pad_token);
+}
+
+static void ft__io_hf_put_rope(ft_io_json *json, const ft_io_hf_config *c)
+{
+    const ft_rope_scaling *s = &c->rope_scaling;
+    ft__io_hf_put_double(json, "rope_theta", c->rope_theta);
+    ft_io_json_key(json, "rope_scaling");
+    if (!(s->factor > 0) || !(s->factor > 1 || s->factor < 1)) {
+        ft_io_json_null(json);
+        return;
+    }
+    ft_io_json_begin_object(json);
+    ft__io_hf_put_string(json, "rope_type", "llama3");
+    ft__io_hf_put_double(json, "factor", s->factor);
+    ft__io_hf_put_double(json, "low_freq_factor", s->low_freq_factor);
+    ft__io_hf_put_double(json, "high_freq_factor", s->high_freq_factor);
+    ft__io_hf_put_int(json, "original_max_position_embeddings", s->original_context);
+    ft_io_json_end_object(json);
+}
+
+static void ft__io_hf_put_window(ft_io_json *json, const ft_io_hf_config *c, int family)
+{
+    const int64_t window = c->sliding_window;
+    if (family == FT__IO_LLAMA) return;
+    if (family != FT__IO_MISTRAL) {
+        ft__io_hf_put_flag(json, "use_sliding_window", window != 0);
+        ft__io_hf_put_int(json, "max_window_layers", window != 0 ? c->full_layers : c->layers);
+    }
+    ft_io_json_key(json, "sliding_window");
+    if (window != 0) ft_io_json_int(json, window);
+    else ft_io_json_null(json);
+}
+
+static void ft__io_hf_put(ft_io_json *json, const ft_io_hf_config *c, int family)
+{
+    ft_io_json_begin_object(json);
+    ft_io_json_key(json, "architectures");
+    ft_io_json_begin_array(json);
+    ft_io_json_string(json, ft__io_family_classes[family]);
+    ft_io_json_end_array(json);
+    ft__io_hf_put_string(json, "model_type", c->model_type);
+    ft__io_hf_put_int(json, "vocab_size", c->vocab);
+    ft__io_hf_put_int(json, "hidden_size", c->hidden);
+    ft__io_hf_put_int(json, "num_hidden_layers", c->layers);
+    ft__io_hf_put_int(json, "num_attention_heads", c->heads);
+    ft__io_hf_put_int(json, "num_key_value_heads", c->kv_heads);
+    if (family != FT__IO_QWEN2 || c->head_dim * c->heads != c->hidden) /* its files leave it out */
+        ft__io_hf_put_int(json, "head_dim", c->head_dim);
+    ft__io_hf_put_int(json, "intermediate_size", c->intermediate);
+    ft__io_hf_put_string(json, "hidden_act", "silu");
+    ft__io_hf_put_double(json, "rms_norm_eps", c->norm_eps);
+    ft__io_hf_put_rope(json, c);
+    if (c->max_positions > 0)
+        ft__io_hf_put_int(json, "max_position_embeddings", c->max_positions);
+    ft__io_hf_put_window(json, c, family);
+    if (family == FT__IO_LLAMA || family == FT__IO_QWEN3)
+        ft__io_hf_put_flag(json, "attention_bias", c->o_bias);
+    if (family == FT__IO_LLAMA) ft__io_hf_put_flag(json, "mlp_bias", c->mlp_bias);
+    ft__io_hf_put_flag(json, "tie_word_embeddings", c->tie_embeddings);
+    ft__io_hf_put_double(json, "attention_dropout", 0);
+    if (c->init_std > 0) ft__io_hf_put_double(json, "initializer_range", c->init_std);
+    ft__io_hf_put_tokens(json, c);
+    if (c->dtype[0] != 0) ft__io_hf_put_string(json, "torch_dtype", c->dtype);
+    ft__io_hf_put_flag(json, "use_cache", 1);
+    ft_io_json_end_object(json);
+}
+
+FT_API ft_status ft_io_hf_config_write(const ft_io_hf_config *config, const char *path)
+{
+    ft_io_json json;
+    int family;
+    if (config == NULL || path == NULL || path[0] == 0)
+        return ft_error(FT_ERR_ARG, "ft_io_hf_config_write: config must not be NULL and path must "
+                                    "be a file's name");
+    FT_TRY(ft__io_hf_check(config, path, &family));
+    memset(&json, 0, sizeof json);
+    json.indent = 1;
+    ft__io_hf_put(&json, config, family);
+    return ft__io_json_to_file(&json, path);
+}
 
 #ifdef FT_CJSON
 
@@ -2410,16 +2838,47 @@ static ft_status ft__io_hf_value(const ft__io_hf *hf, const char *key, const cJS
     return FT_OK;
 }
 
+static int ft__io_hf_whole(const cJSON *item, double low, int64_t *value)
+{
+    const double x = item->valuedouble;
+    if (!cJSON_IsNumber(item) || !(x >= low && x <= 2147483647.0) || x > (double)(int64_t)x)
+        return 0;
+    *value = (int64_t)x;
+    return 1;
+}
+
 /* A count from 1 to 2^31 - 1; *value stays as it is if the key is absent. */
 static ft_status ft__io_hf_count(const ft__io_hf *hf, const char *key, int64_t *value)
 {
     const cJSON *item;
     FT_TRY(ft__io_hf_value(hf, key, &item));
+    if (item == NULL || ft__io_hf_whole(item, 1, value)) return FT_OK;
+    return ft__io_hf_bad(hf, key, "an integer from 1 to 2147483647");
+}
+
+/* The id of a token: some files say -1 for none. */
+static ft_status ft__io_hf_token(const ft__io_hf *hf, const char *key, int64_t *value)
+{
+    const cJSON *item;
+    FT_TRY(ft__io_hf_value(hf, key, &item));
+    if (item == NULL || ft__io_hf_whole(item, -1, value)) return FT_OK;
+    return ft__io_hf_bad(hf, key, "an integer from -1 to 2147483647");
+}
+
+static ft_status ft__io_hf_ends(const ft__io_hf *hf, ft_io_hf_config *config)
+{
+    static const char wanted[] = "an integer, or a list of 1 to 8 of them";
+    const cJSON *item, *end;
+    FT_TRY(ft__io_hf_value(hf, "eos_token_id", &item));
     if (item == NULL) return FT_OK;
-    const double x = item->valuedouble;
-    if (!cJSON_IsNumber(item) || !(x >= 1 && x <= 2147483647.0) || x > (double)(int64_t)x)
-        return ft__io_hf_bad(hf, key, "an integer from 1 to 2147483647");
-    *value = (int64_t)x;
+    end = cJSON_IsArray(item) ? item->child : item;
+    if (end == NULL) return ft__io_hf_bad(hf, "eos_token_id", wanted);
+    for (; end != NULL; end = end == item ? NULL : end->next) {
+        int64_t id = -1;
+        if (config->n_eos == FT_IO_HF_EOS || !ft__io_hf_whole(end, -1, &id))
+            return ft__io_hf_bad(hf, "eos_token_id", wanted);
+        if (id >= 0) config->eos_tokens[config->n_eos++] = id;
+    }
     return FT_OK;
 }
 
@@ -2497,37 +2956,55 @@ static ft_status ft__io_hf_refusals(const ft__io_hf *hf)
     return FT_OK;
 }
 
-static ft_status ft__io_hf_windows(const ft__io_hf *hf, const ft_io_hf_config *config)
+/* layer_types says by layer what the other keys say together. */
+static ft_status ft__io_hf_layer_types(const ft__io_hf *hf, const ft_io_hf_config *config)
 {
-    const cJSON *window, *types, *type;
-    const int mistral = strcmp(config->model_type, "mistral") == 0;
-    const int qwen = strncmp(config->model_type, "qwen", 4) == 0;
-    int use = 0;
+    const cJSON *types, *type;
     int64_t n = 0;
-    FT_TRY(ft__io_hf_flag(hf, "use_sliding_window", &use));
-    if (use) return ft__io_hf_refuse(hf, "use_sliding_window", "sliding windows are not supported");
-    FT_TRY(ft__io_hf_get(hf, "sliding_window", &window));
-    if (mistral && window == NULL)
-        return ft__io_hf_refuse(hf, "sliding_window",
-                                "absent, it means a window of 4096 tokens; sliding windows are not "
-                                "supported, null turns them off");
-    /* The Qwen families obey the number only where use_sliding_window is true. */
-    if (!qwen && window != NULL && !cJSON_IsNull(window))
-        return ft__io_hf_refuse(hf, "sliding_window", "sliding windows are not supported");
     FT_TRY(ft__io_hf_value(hf, "layer_types", &types));
     if (types == NULL) return FT_OK;
     if (!cJSON_IsArray(types)) return ft__io_hf_bad(hf, "layer_types", "an array of strings");
     for (type = types->child; type != NULL; type = type->next, n++) {
+        const int window = config->sliding_window != 0 && n >= config->full_layers;
+        const char *wanted = window ? "sliding_attention" : "full_attention";
         if (!cJSON_IsString(type)) return ft__io_hf_bad(hf, "layer_types", "an array of strings");
-        if (strcmp(type->valuestring, "full_attention") != 0)
+        if (strcmp(type->valuestring, wanted) != 0)
             return ft_error(FT_ERR_UNSUPPORTED,
-                            "%s: \"layer_types\" has \"%s\"; only full_attention is supported",
-                            hf->where, ft__io_show(type->valuestring).text);
+                            "%s: \"layer_types\" has \"%s\" for layer %lld, where the keys of "
+                            "sliding windows mean %s; nothing else is supported",
+                            hf->where, ft__io_show(type->valuestring).text, (long long)n, wanted);
     }
     if (n != config->layers)
         return ft_error(FT_ERR_DATA, "%s: \"layer_types\" has %lld entries for %lld layers",
                         hf->where, (long long)n, (long long)config->layers);
     return FT_OK;
+}
+
+static ft_status ft__io_hf_windows(const ft__io_hf *hf, ft_io_hf_config *config)
+{
+    const cJSON *item;
+    const int family = ft__io_family_of(config->model_type);
+    int use = family == FT__IO_MISTRAL, asked = 0;
+    int64_t window = 4096, first = family == FT__IO_MISTRAL ? 0 : 28;
+    FT_TRY(ft__io_hf_flag(hf, "use_sliding_window", &asked));
+    FT_TRY(ft__io_hf_get(hf, "sliding_window", &item));
+    if (asked && family <= FT__IO_MISTRAL)
+        return ft__io_hf_refuse(hf, "use_sliding_window", "this model type has no such switch");
+    if (family == FT__IO_LLAMA && item != NULL && !cJSON_IsNull(item))
+        return ft__io_hf_refuse(hf, "sliding_window", "this model type has no such switch");
+    if (item != NULL && cJSON_IsNull(item)) window = 0;
+    else FT_TRY(ft__io_hf_count(hf, "sliding_window", &window));
+    if (asked) {
+        use = 1;
+        FT_TRY(ft__io_hf_value(hf, "max_window_layers", &item));
+        if (item != NULL && !ft__io_hf_whole(item, 0, &first))
+            return ft__io_hf_bad(hf, "max_window_layers", "an integer from 0 to 2147483647");
+    }
+    if (use && window > 0 && first < config->layers) {
+        config->sliding_window = window;
+        config->full_layers = first;
+    }
+    return ft__io_hf_layer_types(hf, config);
 }
 
 static ft_status ft__io_hf_sizes(const ft__io_hf *hf, ft_io_hf_config *config)
@@ -2686,50 +3163,661 @@ static ft_status ft__io_hf_rope(const ft__io_hf *hf, ft_io_hf_config *config)
     return FT_OK;
 }
 
+static ft_status ft__io_hf_kept(const ft__io_hf *hf, ft_io_hf_config *config)
+{
+    const char *dtype = NULL, *old = NULL;
+    FT_TRY(ft__io_hf_positive(hf, "initializer_range", &config->init_std));
+    FT_TRY(ft__io_hf_token(hf, "bos_token_id", &config->bos_token));
+    FT_TRY(ft__io_hf_token(hf, "pad_token_id", &config->pad_token));
+    FT_TRY(ft__io_hf_ends(hf, config));
+    FT_TRY(ft__io_hf_string(hf, "dtype", &dtype));
+    FT_TRY(ft__io_hf_string(hf, "torch_dtype", &old));
+    if (dtype == NULL) dtype = old;
+    if (dtype != NULL) snprintf(config->dtype, sizeof config->dtype, "%s", dtype);
+    return FT_OK;
+}
+
 static ft_status ft__io_hf_read(const ft__io_hf *hf, ft_io_hf_config *config)
 {
-    static const char *const types[] = {"llama", "mistral", "qwen2", "qwen3"};
     const char *type = NULL;
-    size_t i = 0;
     FT_TRY(ft__io_hf_string(hf, "model_type", &type));
     if (type == NULL) return ft__io_hf_missing(hf, "model_type");
-    while (i < 4 && strcmp(type, types[i]) != 0) i++;
-    if (i == 4)
+    if (ft__io_family_of(type) == FT__IO_FAMILIES)
         return ft_error(FT_ERR_UNSUPPORTED,
                         "%s: \"model_type\" is \"%s\"; llama, mistral, qwen2 and qwen3 are "
                         "supported",
                         hf->where, ft__io_show(type).text);
-    snprintf(config->model_type, sizeof config->model_type, "%s", types[i]);
-    config->norm_eps = 1e-6;
+    snprintf(config->model_type, sizeof config->model_type, "%s", type);
+    config->rope_theta = 0;
     FT_TRY(ft__io_hf_refusals(hf));
     FT_TRY(ft__io_hf_sizes(hf, config));
     FT_TRY(ft__io_hf_windows(hf, config));
     FT_TRY(ft__io_hf_biases(hf, config));
     FT_TRY(ft__io_hf_flag(hf, "tie_word_embeddings", &config->tie_embeddings));
     FT_TRY(ft__io_hf_positive(hf, "rms_norm_eps", &config->norm_eps));
-    return ft__io_hf_rope(hf, config);
+    FT_TRY(ft__io_hf_rope(hf, config));
+    return ft__io_hf_kept(hf, config);
+}
+
+/* An object and no more but blanks. *root is to be deleted. */
+static ft_status ft__io_json_object(const char *text, const char *where, cJSON **root)
+{
+    const char *end = NULL;
+    *root = cJSON_ParseWithOpts(text, &end, 1);
+    if (*root == NULL)
+        return ft_error(FT_ERR_DATA, "%s: not JSON, at byte %lld", where,
+                        end == NULL ? 0LL : (long long)(end - text));
+    if (cJSON_IsObject(*root)) return FT_OK;
+    cJSON_Delete(*root);
+    *root = NULL;
+    return ft_error(FT_ERR_DATA, "%s: not a JSON object", where);
 }
 
 FT_API ft_status ft_io_hf_config_parse(const char *json_text, const char *where,
                                        ft_io_hf_config *config)
 {
-    const char *end = NULL;
     ft__io_hf hf;
+    cJSON *root;
     if (json_text == NULL || where == NULL || config == NULL)
         return ft_error(FT_ERR_ARG, "ft_io_hf_config_parse: no argument may be NULL");
-    memset(config, 0, sizeof *config);
-    cJSON *root = cJSON_ParseWithOpts(json_text, &end, 1);
-    if (root == NULL)
-        return ft_error(FT_ERR_DATA, "%s: not JSON, at byte %lld", where,
-                        end == NULL ? 0LL : (long long)(end - json_text));
+    *config = ft_io_hf_config_default();
+    FT_TRY(ft__io_json_object(json_text, where, &root));
     hf.where = where;
     hf.inside = "";
     hf.object = root;
-    const ft_status status = cJSON_IsObject(root)
-                                 ? ft__io_hf_read(&hf, config)
-                                 : ft_error(FT_ERR_DATA, "%s: not a JSON object", where);
+    const ft_status status = ft__io_hf_read(&hf, config);
     cJSON_Delete(root);
     return status;
+}
+
+enum { FT__IO_MAX_TEXT = 16 << 20 };
+
+/* Copies a text and ends it with a zero. */
+static ft_status ft__io_end_text(const char *text, size_t bytes, const char *where, char **copy)
+{
+    const char *zero = bytes > 0 ? (const char *)memchr(text, 0, bytes) : NULL;
+    *copy = NULL;
+    if (bytes > FT__IO_MAX_TEXT)
+        return ft_error(FT_ERR_DATA, "%s: %zu bytes of JSON are more than the %d that are read",
+                        where, bytes, (int)FT__IO_MAX_TEXT);
+    if (zero != NULL)
+        return ft_error(FT_ERR_DATA, "%s: not JSON: byte %lld is zero", where,
+                        (long long)(zero - text));
+    *copy = (char *)FT_MALLOC(bytes + 1);
+    if (*copy == NULL) return ft__io_oom(where, bytes + 1);
+    if (bytes > 0) memcpy(*copy, text, bytes);
+    (*copy)[bytes] = 0;
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_hf_config_parse_n(const char *json_text, size_t bytes, const char *where,
+                                         ft_io_hf_config *config)
+{
+    char *text;
+    if (json_text == NULL || where == NULL || config == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_hf_config_parse_n: no argument may be NULL");
+    FT_TRY(ft__io_end_text(json_text, bytes, where, &text));
+    const ft_status status = ft_io_hf_config_parse(text, where, config);
+    FT_FREE(text);
+    return status;
+}
+
+static int ft__io_is_directory(const char *path)
+{
+    struct stat info;
+    return stat(path, &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+FT_API ft_status ft_io_hf_config_read(const char *path, ft_io_hf_config *config)
+{
+    ft__io_map map;
+    char *file = NULL;
+    if (path == NULL || config == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_hf_config_read: path and config must not be NULL");
+    if (ft__io_is_directory(path)) FT_TRY(ft__io_inside(path, "config.json", &file));
+    const char *name = file != NULL ? file : path;
+    ft_status status = ft__io_map_open(name, &map);
+    if (status == FT_OK)
+        status = ft_io_hf_config_parse_n(map.bytes > 0 ? (const char *)map.base : "", map.bytes,
+                                         name, config);
+    ft__io_map_close(&map);
+    FT_FREE(file);
+    return status;
+}
+
+/* ---- the index of a model that is cut in files ---- */
+
+typedef struct ft__io_mapped { /* tensor -> file, both in the parsed text */
+    const char *tensor, *file;
+} ft__io_mapped;
+
+struct ft_io_hf_index {
+    cJSON *root;
+    ft__io_mapped *entries; /* sorted by tensor */
+    size_t n;
+};
+
+static int ft__io_by_tensor(const void *a, const void *b)
+{
+    return strcmp(((const ft__io_mapped *)a)->tensor, ((const ft__io_mapped *)b)->tensor);
+}
+
+/* What keeps a name from being that of a shard; NULL: nothing does. */
+static const char *ft__io_shard_wrong(const char *name)
+{
+    static const char end[] = ".safetensors";
+    const size_t n = strlen(name), e = sizeof end - 1;
+    if (n <= e || strcmp(name + n - e, end) != 0) return "is no .safetensors file";
+    if (n > 255) return "is longer than 255 bytes";
+    if (name[0] == '.') return "begins with a dot";
+    for (size_t i = 0; i < n; i++) {
+        if (name[i] == '/' || name[i] == '\\') return "leaves the directory of the index";
+        if ((unsigned char)name[i] < 0x20 || name[i] == 0x7f) return "has a control character";
+    }
+    return NULL;
+}
+
+static ft_status ft__io_index_fill(ft_io_hf_index *index, const cJSON *map, const char *where)
+{
+    for (const cJSON *child = map->child; child != NULL; child = child->next, index->n++) {
+        ft__io_mapped *entry = &index->entries[index->n];
+        if (!cJSON_IsString(child))
+            return ft_error(FT_ERR_DATA, "%s: \"weight_map\": the file of \"%s\" must be a string",
+                            where, ft__io_show(child->string).text);
+        const char *wrong = ft__io_shard_wrong(child->valuestring);
+        if (wrong != NULL)
+            return ft_error(FT_ERR_DATA, "%s: \"weight_map\": the file of \"%s\", \"%s\", %s",
+                            where, ft__io_show(child->string).text,
+                            ft__io_show(child->valuestring).text, wrong);
+        entry->tensor = child->string;
+        entry->file = child->valuestring;
+    }
+    if (index->n > 1) qsort(index->entries, index->n, sizeof *index->entries, ft__io_by_tensor);
+    for (size_t i = 1; i < index->n; i++)
+        if (strcmp(index->entries[i - 1].tensor, index->entries[i].tensor) == 0)
+            return ft_error(FT_ERR_DATA, "%s: \"weight_map\" has \"%s\" twice", where,
+                            ft__io_show(index->entries[i].tensor).text);
+    return FT_OK;
+}
+
+static ft_status ft__io_index_read(ft_io_hf_index *index, const char *text, const char *where)
+{
+    const cJSON *map;
+    ft__io_hf hf;
+    size_t n = 0;
+    FT_TRY(ft__io_json_object(text, where, &index->root));
+    hf.where = where;
+    hf.inside = "";
+    hf.object = index->root;
+    FT_TRY(ft__io_hf_value(&hf, "weight_map", &map));
+    if (map == NULL) return ft__io_hf_missing(&hf, "weight_map");
+    if (!cJSON_IsObject(map)) return ft__io_hf_bad(&hf, "weight_map", "an object");
+    for (const cJSON *child = map->child; child != NULL; child = child->next) n++;
+    if (n == 0) return ft__io_hf_bad(&hf, "weight_map", "an object of a tensor or more");
+    index->entries = (ft__io_mapped *)FT_MALLOC(n * sizeof *index->entries);
+    if (index->entries == NULL) return ft__io_oom(where, n * sizeof *index->entries);
+    return ft__io_index_fill(index, map, where);
+}
+
+FT_API ft_status ft_io_hf_index_parse(const char *json_text, size_t bytes, const char *where,
+                                      ft_io_hf_index **out)
+{
+    char *text;
+    if (json_text == NULL || where == NULL || out == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_hf_index_parse: no argument may be NULL");
+    *out = NULL;
+    FT_TRY(ft__io_end_text(json_text, bytes, where, &text));
+    ft_io_hf_index *index = (ft_io_hf_index *)FT_MALLOC(sizeof *index);
+    ft_status status = FT_OK;
+    if (index == NULL) {
+        status = ft__io_oom(where, sizeof *index);
+    } else {
+        memset(index, 0, sizeof *index);
+        status = ft__io_index_read(index, text, where);
+    }
+    FT_FREE(text);
+    if (status == FT_OK) *out = index;
+    else ft_io_hf_index_free(index);
+    return status;
+}
+
+FT_API int64_t ft_io_hf_index_count(const ft_io_hf_index *index)
+{
+    return index == NULL ? 0 : (int64_t)index->n;
+}
+
+FT_API const char *ft_io_hf_index_at(const ft_io_hf_index *index, int64_t i, const char **file)
+{
+    if (i < 0 || i >= ft_io_hf_index_count(index)) return NULL;
+    if (file != NULL) *file = index->entries[i].file;
+    return index->entries[i].tensor;
+}
+
+FT_API void ft_io_hf_index_free(ft_io_hf_index *index)
+{
+    if (index == NULL) return;
+    cJSON_Delete(index->root);
+    FT_FREE(index->entries);
+    FT_FREE(index);
+}
+
+/* -------------------------------------------------------------------------------- >>model.impl */
+
+typedef struct ft__io_shard {
+    char *path;
+    ft_io_safetensors *file;
+} ft__io_shard;
+
+typedef struct ft__io_weight {
+    const ft_io_tensor *tensor;
+    size_t shard;
+    int wanted;              /* 1: it is one of the model's */
+} ft__io_weight;
+
+struct ft_io_model {
+    char *directory;
+    char *config_path;
+    ft_io_hf_config config;
+    ft__io_shard *shards;
+    size_t n_shards, shard_capacity;
+    ft__io_weight *weights;  /* sorted by name */
+    size_t n_weights;
+};
+
+static int ft__io_by_weight(const void *a, const void *b)
+{
+    return strcmp(((const ft__io_weight *)a)->tensor->name,
+                  ((const ft__io_weight *)b)->tensor->name);
+}
+
+static ft__io_weight *ft__io_weight_find(const ft_io_model *model, const char *name)
+{
+    size_t low = 0, high = model->n_weights;
+    while (low < high) { /* the name, if there, is in low..high-1 */
+        const size_t middle = low + (high - low) / 2;
+        const int order = strcmp(name, model->weights[middle].tensor->name);
+        if (order == 0) return &model->weights[middle];
+        if (order < 0) high = middle;
+        else low = middle + 1;
+    }
+    return NULL;
+}
+
+/* Buffers of old files that say nothing which config.json does not. */
+static int ft__io_weight_ignored(const char *name)
+{
+    static const char end[] = ".rotary_emb.inv_freq";
+    const size_t n = strlen(name), e = sizeof end - 1;
+    return n > e && strcmp(name + n - e, end) == 0;
+}
+
+/* The files that an index names, each once: it is sorted by tensor, so each name is searched. */
+static ft_status ft__io_model_add_shard(ft_io_model *model, const char *name, size_t *shard)
+{
+    char *path = NULL;
+    FT_TRY(ft__io_inside(model->directory, name, &path));
+    for (*shard = 0; *shard < model->n_shards; (*shard)++)
+        if (strcmp(model->shards[*shard].path, path) == 0) {
+            FT_FREE(path);
+            return FT_OK;
+        }
+    void *grown = ft__io_grow(model->shards, model->n_shards, &model->shard_capacity,
+                              sizeof *model->shards);
+    if (grown == NULL) {
+        FT_FREE(path);
+        return ft__io_oom(model->directory, 2 * model->n_shards * sizeof *model->shards);
+    }
+    model->shards = (ft__io_shard *)grown;
+    model->shards[model->n_shards].path = path;
+    model->shards[model->n_shards++].file = NULL;
+    return ft_io_safetensors_open(path, &model->shards[*shard].file);
+}
+
+/* All tensors of all files; those of an index must be where it says, and in no other file. */
+static ft_status ft__io_model_collect(ft_io_model *model, const ft_io_hf_index *index)
+{
+    size_t n = 0;
+    for (size_t k = 0; k < model->n_shards; k++)
+        n += (size_t)ft_io_safetensors_count(model->shards[k].file);
+    model->weights = (ft__io_weight *)FT_MALLOC((n + 1) * sizeof *model->weights);
+    if (model->weights == NULL)
+        return ft__io_oom(model->directory, (n + 1) * sizeof *model->weights);
+    for (size_t k = 0; k < model->n_shards; k++)
+        for (int64_t i = 0; i < ft_io_safetensors_count(model->shards[k].file); i++) {
+            ft__io_weight *w = &model->weights[model->n_weights++];
+            w->tensor = ft_io_safetensors_at(model->shards[k].file, i);
+            w->shard = k;
+            w->wanted = 0;
+        }
+    if (n > 1) qsort(model->weights, n, sizeof *model->weights, ft__io_by_weight);
+    for (size_t i = 1; i < n; i++)
+        if (ft__io_by_weight(&model->weights[i - 1], &model->weights[i]) == 0)
+            return ft_error(FT_ERR_DATA, "%s: tensor \"%s\" is also in %s",
+                            model->shards[model->weights[i].shard].path,
+                            ft__io_show(model->weights[i].tensor->name).text,
+                            model->shards[model->weights[i - 1].shard].path);
+    for (int64_t i = 0; i < ft_io_hf_index_count(index); i++) {
+        const char *file, *name = ft_io_hf_index_at(index, i, &file);
+        const ft__io_weight *w = ft__io_weight_find(model, name);
+        if (w == NULL || strcmp(strrchr(model->shards[w->shard].path, '/') + 1, file) != 0)
+            return ft_error(FT_ERR_DATA, "%s: the index places tensor \"%s\" in %s, which does not "
+                            "have it", model->directory, ft__io_show(name).text, file);
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_model_index(ft_io_model *model, const char *path)
+{
+    ft__io_map map;
+    ft_io_hf_index *index = NULL;
+    FT_TRY(ft__io_map_open(path, &map));
+    ft_status status = ft_io_hf_index_parse(map.bytes > 0 ? (const char *)map.base : "", map.bytes,
+                                            path, &index);
+    ft__io_map_close(&map);
+    for (int64_t i = 0; status == FT_OK && i < ft_io_hf_index_count(index); i++) {
+        const char *file;
+        size_t shard;
+        (void)ft_io_hf_index_at(index, i, &file);
+        status = ft__io_model_add_shard(model, file, &shard);
+    }
+    if (status == FT_OK) status = ft__io_model_collect(model, index);
+    ft_io_hf_index_free(index);
+    return status;
+}
+
+/* One file before several, as transformers does. */
+static ft_status ft__io_model_files(ft_io_model *model)
+{
+    static const char index_name[] = "model.safetensors.index.json";
+    char *one = NULL, *index = NULL;
+    size_t shard;
+    ft_status status = ft__io_inside(model->directory, "model.safetensors", &one);
+    if (status == FT_OK) status = ft__io_inside(model->directory, index_name, &index);
+    if (status == FT_OK && access(one, F_OK) == 0) {
+        status = ft__io_model_add_shard(model, "model.safetensors", &shard);
+        if (status == FT_OK) status = ft__io_model_collect(model, NULL);
+    } else if (status == FT_OK && access(index, F_OK) == 0) {
+        status = ft__io_model_index(model, index);
+    } else if (status == FT_OK) {
+        status = ft_error(FT_ERR_IO, "%s: has neither model.safetensors nor %s; weights in other "
+                          "formats (pytorch_model.bin) must be converted first", model->directory,
+                          index_name);
+    }
+    FT_FREE(one);
+    FT_FREE(index);
+    return status;
+}
+
+static void ft__io_shape_text(int ndim, const int64_t *shape, char text[128])
+{
+    int at = snprintf(text, 128, "[");
+    for (int i = 0; i < ndim && at < 100; i++)
+        at += snprintf(text + at, (size_t)(128 - at), "%s%lld", i ? "," : "", (long long)shape[i]);
+    snprintf(text + at, (size_t)(128 - at), "]");
+}
+
+static ft_status ft__io_model_check(ft_io_model *model, const char *name, int64_t rows,
+                                    int64_t cols)
+{
+    int64_t shape[2];
+    char found[128], wanted[128];
+    const int ndim = cols > 0 ? 2 : 1;
+    ft__io_weight *w = ft__io_weight_find(model, name);
+    if (w == NULL)
+        return ft_error(FT_ERR_DATA, "%s: tensor \"%s\" is missing", model->directory, name);
+    const ft_io_tensor *t = w->tensor;
+    w->wanted = 1;
+    shape[0] = rows;
+    shape[1] = cols;
+    if (!ft__io_becomes_float(t->dtype))
+        return ft_error(FT_ERR_UNSUPPORTED, "%s: tensor \"%s\" is %s; quantized weights are not "
+                        "supported: F32, BF16, F16 and F64 are", model->shards[w->shard].path, name,
+                        ft_io_dtype_name(t->dtype));
+    if (t->ndim == ndim && t->shape[0] == rows && (ndim == 1 || t->shape[1] == cols)) return FT_OK;
+    ft__io_shape_text(t->ndim, t->shape, found);
+    ft__io_shape_text(ndim, shape, wanted);
+    return ft_error(FT_ERR_DATA, "%s: tensor \"%s\" is %s; %s says %s",
+                    model->shards[w->shard].path, name, found, model->config_path, wanted);
+}
+
+/* Rows of a layer's tensors; cols 0: one dimension. */
+typedef struct ft__io_row {
+    const char *name;
+    int has;
+    int64_t rows, cols;
+} ft__io_row;
+
+static ft_status ft__io_model_check_layer(ft_io_model *model, int64_t layer)
+{
+    const ft_io_hf_config *c = &model->config;
+    const int64_t C = c->hidden, Q = c->heads * c->head_dim, KV = c->kv_heads * c->head_dim;
+    const int64_t F = c->intermediate, D = c->head_dim;
+    const ft__io_row parts[] = {
+        {"input_layernorm.weight", 1, C, 0},
+        {"self_attn.q_proj.weight", 1, Q, C},
+        {"self_attn.k_proj.weight", 1, KV, C},
+        {"self_attn.v_proj.weight", 1, KV, C},
+        {"self_attn.q_proj.bias", c->qkv_bias, Q, 0},
+        {"self_attn.k_proj.bias", c->qkv_bias, KV, 0},
+        {"self_attn.v_proj.bias", c->qkv_bias, KV, 0},
+        {"self_attn.q_norm.weight", c->qk_norm, D, 0},
+        {"self_attn.k_norm.weight", c->qk_norm, D, 0},
+        {"self_attn.o_proj.weight", 1, C, Q},
+        {"self_attn.o_proj.bias", c->o_bias, C, 0},
+        {"post_attention_layernorm.weight", 1, C, 0},
+        {"mlp.gate_proj.weight", 1, F, C},
+        {"mlp.up_proj.weight", 1, F, C},
+        {"mlp.gate_proj.bias", c->mlp_bias, F, 0},
+        {"mlp.up_proj.bias", c->mlp_bias, F, 0},
+        {"mlp.down_proj.weight", 1, C, F},
+        {"mlp.down_proj.bias", c->mlp_bias, C, 0}};
+    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
+        char name[96];
+        if (!parts[i].has) continue;
+        snprintf(name, sizeof name, "model.layers.%lld.%s", (long long)layer, parts[i].name);
+        FT_TRY(ft__io_model_check(model, name, parts[i].rows, parts[i].cols));
+    }
+    return FT_OK;
+}
+
+/* Reads weights with read(), through a descriptor of its own: pages that were mapped and touched
+   would stay in the process's memory until the mapping ends, and a file that is cut short would end
+   the process. Strided runs with small gaps come in one call. */
+typedef struct ft__io_reader {
+    const ft_io_model *model;
+    size_t shard;             /* that fd is of */
+    int fd;                   /* -1: none yet */
+    unsigned char *bytes;     /* [FT__IO_PIECE] */
+} ft__io_reader;
+
+static ft_status ft__io_reader_begin(ft__io_reader *r, const ft_io_model *model)
+{
+    r->model = model;
+    r->shard = 0;
+    r->fd = -1;
+    r->bytes = (unsigned char *)FT_MALLOC(FT__IO_PIECE);
+    return r->bytes != NULL ? FT_OK : ft__io_oom(model->directory, FT__IO_PIECE);
+}
+
+static void ft__io_reader_end(ft__io_reader *r)
+{
+    if (r->fd >= 0) close(r->fd);
+    FT_FREE(r->bytes);
+}
+
+/* n bytes of a weight from byte `first` on. */
+static ft_status ft__io_reader_read(ft__io_reader *r, const ft__io_weight *w, size_t first, size_t n,
+                                    void *to)
+{
+    const ft__io_shard *shard = &r->model->shards[w->shard];
+    const char *base = (const char *)shard->file->map.base;
+    if (r->fd < 0 || r->shard != w->shard) {
+        if (r->fd >= 0) close(r->fd);
+        r->fd = ft__io_open_fd(shard->path, O_RDONLY);
+        r->shard = w->shard;
+        if (r->fd < 0)
+            return ft_error(FT_ERR_IO, "%s: cannot open: %s", shard->path, strerror(errno));
+    }
+    if (lseek(r->fd, (off_t)((const char *)w->tensor->data - base) + (off_t)first, SEEK_SET) < 0)
+        return ft_error(FT_ERR_IO, "%s: cannot seek: %s", shard->path, strerror(errno));
+    for (size_t done = 0; done < n;) {
+        const ssize_t got = read(r->fd, (char *)to + done, n - done);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0)
+            return ft_error(FT_ERR_IO, "%s: cannot read tensor \"%s\": %s", shard->path,
+                            ft__io_show(w->tensor->name).text,
+                            got < 0 ? strerror(errno) : "the file has become shorter");
+        done += (size_t)got;
+    }
+    return FT_OK;
+}
+
+/* A head that is saved although it is tied must be the embedding, in value. */
+static ft_status ft__io_model_check_tied(ft_io_model *model)
+{
+    ft__io_reader r;
+    float a[2048], b[2048];
+    ft__io_weight *head = ft__io_weight_find(model, "lm_head.weight");
+    if (head == NULL) return FT_OK;
+    const ft_io_hf_config *c = &model->config;
+    FT_TRY(ft__io_model_check(model, "lm_head.weight", c->vocab, c->hidden));
+    const ft__io_weight *table = ft__io_weight_find(model, "model.embed_tokens.weight");
+    head->wanted = 0;
+    FT_TRY(ft__io_reader_begin(&r, model));
+    const size_t wide_a = (size_t)ft_io_dtype_bits(table->tensor->dtype) / 8;
+    const size_t wide_b = (size_t)ft_io_dtype_bits(head->tensor->dtype) / 8;
+    const int64_t piece = (int64_t)(FT__IO_PIECE / 2 / 8);
+    ft_status status = FT_OK;
+    int same = 1;
+    for (int64_t at = 0, n; at < table->tensor->elems && same && status == FT_OK; at += n) {
+        unsigned char *second = r.bytes + FT__IO_PIECE / 2;
+        n = table->tensor->elems - at < piece ? table->tensor->elems - at : piece;
+        status = ft__io_reader_read(&r, table, (size_t)at * wide_a, (size_t)n * wide_a, r.bytes);
+        if (status == FT_OK)
+            status = ft__io_reader_read(&r, head, (size_t)at * wide_b, (size_t)n * wide_b, second);
+        for (int64_t i = 0, k; status == FT_OK && same && i < n; i += k) {
+            k = n - i < 2048 ? n - i : 2048;
+            ft__io_floats(table->tensor->dtype, r.bytes + (size_t)i * wide_a, k, a);
+            ft__io_floats(head->tensor->dtype, second + (size_t)i * wide_b, k, b);
+            same = memcmp(a, b, (size_t)k * sizeof *a) == 0;
+        }
+    }
+    ft__io_reader_end(&r);
+    if (status != FT_OK || same) return status;
+    return ft_error(FT_ERR_DATA, "%s: \"lm_head.weight\" is not the embedding, but %s says "
+                    "\"tie_word_embeddings\": set that to false to load both",
+                    model->shards[head->shard].path, model->config_path);
+}
+
+/* What is neither of the model nor known to be of no use: a model of another kind. */
+static ft_status ft__io_model_check_extra(const ft_io_model *model)
+{
+    for (size_t i = 0; i < model->n_weights; i++) {
+        const ft__io_weight *w = &model->weights[i];
+        if (w->wanted || ft__io_weight_ignored(w->tensor->name)) continue;
+        if (model->config.tie_embeddings && strcmp(w->tensor->name, "lm_head.weight") == 0)
+            continue;
+        return ft_error(FT_ERR_UNSUPPORTED, "%s: tensor \"%s\" is none of the model's that %s "
+                        "describes", model->shards[w->shard].path,
+                        ft__io_show(w->tensor->name).text, model->config_path);
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_model_check_all(ft_io_model *model)
+{
+    const ft_io_hf_config *c = &model->config;
+    FT_TRY(ft__io_model_check(model, "model.embed_tokens.weight", c->vocab, c->hidden));
+    for (int64_t i = 0; i < c->layers; i++) FT_TRY(ft__io_model_check_layer(model, i));
+    FT_TRY(ft__io_model_check(model, "model.norm.weight", c->hidden, 0));
+    if (!c->tie_embeddings) {
+        if (ft__io_weight_find(model, "lm_head.weight") == NULL)
+            return ft_error(FT_ERR_DATA, "%s: tensor \"lm_head.weight\" is missing, and %s does not "
+                            "say \"tie_word_embeddings\": true", model->directory,
+                            model->config_path);
+        FT_TRY(ft__io_model_check(model, "lm_head.weight", c->vocab, c->hidden));
+    } else {
+        FT_TRY(ft__io_model_check_tied(model));
+    }
+    return ft__io_model_check_extra(model);
+}
+
+/* Only what is the model's stays in the list. */
+static void ft__io_model_prune(ft_io_model *model)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < model->n_weights; i++)
+        if (model->weights[i].wanted) model->weights[kept++] = model->weights[i];
+    model->n_weights = kept;
+}
+
+static ft_status ft__io_model_read(ft_io_model *model)
+{
+    FT_TRY(ft__io_inside(model->directory, "config.json", &model->config_path));
+    if (!ft__io_is_directory(model->directory))
+        return ft_error(FT_ERR_IO, "%s: no directory; a model is one with a config.json",
+                        model->directory);
+    FT_TRY(ft_io_hf_config_read(model->config_path, &model->config));
+    FT_TRY(ft__io_model_files(model));
+    FT_TRY(ft__io_model_check_all(model));
+    ft__io_model_prune(model);
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_model_open(const char *directory, ft_io_model **out)
+{
+    if (directory == NULL || directory[0] == 0 || out == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_model_open: directory must be a name and out not NULL");
+    *out = NULL;
+    ft_io_model *model = (ft_io_model *)FT_MALLOC(sizeof *model);
+    if (model == NULL) return ft__io_oom(directory, sizeof *model);
+    memset(model, 0, sizeof *model);
+    model->directory = ft__io_copy(directory);
+    const ft_status status = model->directory != NULL ? ft__io_model_read(model)
+                                                      : ft__io_oom(directory, strlen(directory));
+    if (status == FT_OK) *out = model;
+    else ft_io_model_close(model);
+    return status;
+}
+
+FT_API void ft_io_model_close(ft_io_model *model)
+{
+    if (model == NULL) return;
+    for (size_t i = 0; i < model->n_shards; i++) {
+        ft_io_safetensors_close(model->shards[i].file);
+        FT_FREE(model->shards[i].path);
+    }
+    FT_FREE(model->shards);
+    FT_FREE(model->weights);
+    FT_FREE(model->config_path);
+    FT_FREE(model->directory);
+    FT_FREE(model);
+}
+
+FT_API const ft_io_hf_config *ft_io_model_config(const ft_io_model *model)
+{
+    return model == NULL ? NULL : &model->config;
+}
+
+FT_API const char *ft_io_model_directory(const ft_io_model *model)
+{
+    return model == NULL ? NULL : model->directory;
+}
+
+FT_API int64_t ft_io_model_count(const ft_io_model *model)
+{
+    return model == NULL ? 0 : (int64_t)model->n_weights;
+}
+
+FT_API const ft_io_tensor *ft_io_model_at(const ft_io_model *model, int64_t i)
+{
+    return i < 0 || i >= ft_io_model_count(model) ? NULL : model->weights[i].tensor;
+}
+
+FT_API const ft_io_tensor *ft_io_model_find(const ft_io_model *model, const char *name)
+{
+    const ft__io_weight *w = model == NULL || name == NULL ? NULL : ft__io_weight_find(model, name);
+    return w == NULL ? NULL : w->tensor;
 }
 
 #endif /* FT_CJSON */
@@ -7238,5 +8326,721 @@ FT_API ft_status ft_io_report_write(const char *path, const ft_io_report *report
         return ft_error(FT_ERR_IO, "%s: cannot write: %s", path, strerror(errno));
     return FT_OK;
 }
+
+/* ------------------------------------------------------------------------------- >>resume.impl */
+
+#ifdef FEMTOTRON_LLAMA_H
+
+#include <dirent.h>
+
+FT_API ft_status ft_io_llama_config(const ft_io_hf_config *config, const char *where,
+                                    int64_t tokens, ft_llama_config *model)
+{
+    if (config == NULL || where == NULL || model == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_config: config, where and model must not be NULL");
+    FT_TRY(ft_io_hf_config_check_length(config, where, tokens));
+    *model = ft_llama_config_default();
+    model->vocab = config->vocab;
+    model->hidden = config->hidden;
+    model->layers = config->layers;
+    model->heads = config->heads;
+    model->kv_heads = config->kv_heads;
+    model->head_dim = config->head_dim;
+    model->intermediate = config->intermediate;
+    model->tie_embeddings = config->tie_embeddings;
+    model->qkv_bias = config->qkv_bias;
+    model->o_bias = config->o_bias;
+    model->mlp_bias = config->mlp_bias;
+    model->qk_norm = config->qk_norm;
+    model->norm_eps = config->norm_eps;
+    model->rope_theta = config->rope_theta;
+    model->rope_scaling = config->rope_scaling;
+    if (config->init_std > 0) model->init_std = config->init_std;
+    return ft_llama_check(model);
+}
+
+FT_API ft_status ft_io_llama_hf_config(const ft_llama_config *model, const ft_io_hf_config *like,
+                                       ft_io_hf_config *config)
+{
+    int family = FT__IO_LLAMA;
+    if (model == NULL || config == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_hf_config: model and config must not be NULL");
+    *config = like != NULL ? *like : ft_io_hf_config_default();
+    config->vocab = model->vocab;
+    config->hidden = model->hidden;
+    config->layers = model->layers;
+    config->heads = model->heads;
+    config->kv_heads = model->kv_heads;
+    config->head_dim = model->head_dim;
+    config->intermediate = model->intermediate;
+    config->tie_embeddings = model->tie_embeddings != 0;
+    config->qkv_bias = model->qkv_bias != 0;
+    config->o_bias = model->o_bias != 0;
+    config->mlp_bias = model->mlp_bias != 0;
+    config->qk_norm = model->qk_norm != 0;
+    config->norm_eps = model->norm_eps;
+    config->rope_theta = model->rope_theta;
+    config->rope_scaling = model->rope_scaling;
+    if (config->full_layers >= config->layers) config->sliding_window = config->full_layers = 0;
+    if (like == NULL) {
+        if (model->init_std > 0) config->init_std = model->init_std;
+        while (family < FT__IO_FAMILIES && ft__io_hf_unsayable(config, family) != NULL) family++;
+        if (family < FT__IO_FAMILIES)
+            snprintf(config->model_type, sizeof config->model_type, "%s",
+                     ft__io_family_types[family]);
+    }
+    return ft__io_hf_check(config, "the model", &family);
+}
+
+/* ---- in ---- */
+
+#ifdef FT_CJSON
+
+#define FT__IO_FLOATS ((int64_t)1 << 18) /* of a piece, 1 MiB of them */
+
+typedef struct ft__io_in {
+    ft_zero *zero;
+    ft__io_reader reader;
+    float *values;           /* [FT__IO_FLOATS] */
+    const ft__io_weight *w;
+    ft_tensor *tensor;
+    int64_t at;              /* where values[0] belongs in `tensor` */
+    int64_t n;
+} ft__io_in;
+
+static ft_status ft__io_in_flush(ft__io_in *l)
+{
+    if (l->n > 0) FT_TRY(ft_zero_state_write(l->zero, l->tensor, 0, l->at, l->n, l->values));
+    l->at += l->n;
+    l->n = 0;
+    return FT_OK;
+}
+
+/* Elements first..first+n-1 of the file's tensor, to the end of the values. */
+static ft_status ft__io_in_run(ft__io_in *l, int64_t first, int64_t n)
+{
+    const ft_io_dtype dtype = l->w->tensor->dtype;
+    const size_t wide = (size_t)ft_io_dtype_bits(dtype) / 8;
+    const int64_t most = (int64_t)(FT__IO_PIECE / wide);
+    for (int64_t k; n > 0; first += k, n -= k) {
+        if (l->n == FT__IO_FLOATS) FT_TRY(ft__io_in_flush(l));
+        k = FT__IO_FLOATS - l->n < n ? FT__IO_FLOATS - l->n : n;
+        if (k > most) k = most;
+        void *to = dtype == FT_IO_F32 ? (void *)(l->values + l->n) : (void *)l->reader.bytes;
+        FT_TRY(ft__io_reader_read(&l->reader, l->w, (size_t)first * wide, (size_t)k * wide, to));
+        if (dtype != FT_IO_F32) ft__io_floats(dtype, to, k, l->values + l->n);
+        l->n += k;
+    }
+    return FT_OK;
+}
+
+/* Runs of a few KiB, as columns are cut: as many as fit come in one read, gaps and all. A gap of
+   16 KiB costs about what a call costs. */
+static ft_status ft__io_in_strided(ft__io_in *l, const ft_llama_run *run)
+{
+    const ft_io_dtype dtype = l->w->tensor->dtype;
+    const int64_t wide = ft_io_dtype_bits(dtype) / 8, piece = (int64_t)FT__IO_PIECE;
+    int64_t together = 1 + (piece - run->n * wide) / (run->stride * wide);
+    if ((run->stride - run->n) * wide > 16384 || run->n * wide > piece) together = 1;
+    for (int64_t i = 0, k; i < run->count; i += k) {
+        const int64_t first = run->first + i * run->stride;
+        k = run->count - i < together ? run->count - i : together;
+        if (k == 1 || run->n > FT__IO_FLOATS) {
+            k = 1;
+            FT_TRY(ft__io_in_run(l, first, run->n));
+            continue;
+        }
+        FT_TRY(ft__io_reader_read(&l->reader, l->w, (size_t)(first * wide),
+                                  (size_t)(((k - 1) * run->stride + run->n) * wide),
+                                  l->reader.bytes));
+        for (int64_t j = 0; j < k; j++) {
+            if (l->n + run->n > FT__IO_FLOATS) FT_TRY(ft__io_in_flush(l));
+            ft__io_floats(dtype, l->reader.bytes + j * run->stride * wide, run->n,
+                          l->values + l->n);
+            l->n += run->n;
+        }
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_in_piece(ft__io_in *l, const ft_llama_piece *piece)
+{
+    l->tensor = piece->tensor;
+    l->at = piece->first;
+    l->n = 0;
+    for (int r = 0; r < piece->n_runs; r++) {
+        if (piece->run[r].count == 1)
+            FT_TRY(ft__io_in_run(l, piece->run[r].first, piece->run[r].n));
+        else FT_TRY(ft__io_in_strided(l, &piece->run[r]));
+    }
+    return ft__io_in_flush(l);
+}
+
+/* The source must be of the model's shape before anything is changed. */
+static ft_status ft__io_in_check(const ft_llama *model, const ft_io_model *source)
+{
+    const int n = ft_llama_param_count(model);
+    char found[128], wanted[128];
+    for (int i = 0; i < n; i++) {
+        const ft_llama_param *p = ft_llama_param_at(model, i);
+        const ft_io_tensor *t = ft_io_model_find(source, p->name);
+        if (t == NULL)
+            return ft_error(FT_ERR_DATA, "%s: has no tensor \"%s\", which the model has",
+                            source->directory, p->name);
+        if (t->ndim == p->ndim && t->shape[0] == p->shape[0] &&
+            (t->ndim == 1 || t->shape[1] == p->shape[1]))
+            continue;
+        ft__io_shape_text(t->ndim, t->shape, found);
+        ft__io_shape_text(p->ndim, p->shape, wanted);
+        return ft_error(FT_ERR_DATA, "%s: tensor \"%s\" is %s, the model's is %s",
+                        source->directory, p->name, found, wanted);
+    }
+    if (ft_io_model_count(source) == n) return FT_OK;
+    for (int64_t i = 0; i < ft_io_model_count(source); i++)
+        if (ft_llama_param_find(model, ft_io_model_at(source, i)->name) == NULL)
+            return ft_error(FT_ERR_DATA, "%s: tensor \"%s\" is none of the model's",
+                            source->directory, ft_io_model_at(source, i)->name);
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_llama_load(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
+                                  const ft_io_model *source)
+{
+    ft__io_in l;
+    ft_llama_piece piece;
+    if (ctx == NULL || zero == NULL || model == NULL || source == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_load: no argument may be NULL");
+    FT_TRY(ft__io_in_check(model, source));
+    memset(&l, 0, sizeof l);
+    l.zero = zero;
+    FT_TRY(ft__io_reader_begin(&l.reader, source));
+    l.values = (float *)FT_MALLOC((size_t)FT__IO_FLOATS * sizeof *l.values);
+    ft_status status = l.values != NULL ? FT_OK : ft__io_oom(source->directory, FT__IO_PIECE);
+    for (int i = 0; i < ft_llama_param_count(model) && status == FT_OK; i++) {
+        const ft_llama_param *p = ft_llama_param_at(model, i);
+        l.w = ft__io_weight_find(source, p->name);
+        status = ft_llama_owned(model, p, &piece);
+        if (status == FT_OK && piece.elems > 0 && ft_ctx_device(ctx) != FT_META)
+            status = ft__io_in_piece(&l, &piece);
+    }
+    FT_FREE(l.values);
+    ft__io_reader_end(&l.reader);
+    return status == FT_OK ? ft_zero_state_commit(zero) : status;
+}
+
+#endif /* FT_CJSON */
+
+/* ---- out ---- */
+
+FT_API ft_io_export ft_io_export_default(void)
+{
+    ft_io_export options;
+    memset(&options, 0, sizeof options);
+    return options;
+}
+
+static const char ft__io_manifest[] = "femtotron_export.txt";
+static const char ft__io_manifest_head[] = "The files of an export, which another one may replace:";
+
+/* The text of an earlier export's list in a directory, or NULL in *text; to be freed. */
+static ft_status ft__io_manifest_read(const char *directory, char **text)
+{
+    ft__io_map map;
+    char *path = NULL;
+    const size_t head = sizeof ft__io_manifest_head - 1;
+    *text = NULL;
+    FT_TRY(ft__io_inside(directory, ft__io_manifest, &path));
+    if (access(path, F_OK) == 0 && ft__io_map_open(path, &map) == FT_OK) {
+        if (map.bytes >= head && map.bytes < (1 << 20) &&
+            memcmp(map.base, ft__io_manifest_head, head) == 0 &&
+            memchr(map.base, 0, map.bytes) == NULL) {
+            *text = (char *)FT_MALLOC(map.bytes + 1);
+            if (*text != NULL) {
+                memcpy(*text, map.base, map.bytes);
+                (*text)[map.bytes] = 0;
+            }
+        }
+        ft__io_map_close(&map);
+    }
+    FT_FREE(path);
+    return FT_OK;
+}
+
+/* 1 if `name` is a line of the list (or the list). */
+static int ft__io_manifest_has(const char *text, const char *name)
+{
+    const size_t n = strlen(name);
+    if (text == NULL) return 0;
+    if (strcmp(name, ft__io_manifest) == 0) return 1;
+    for (const char *line = strchr(text, '\n'); line != NULL; line = strchr(line + 1, '\n'))
+        if (strncmp(line + 1, name, n) == 0 && line[1 + n] == '\n') return 1;
+    return 0;
+}
+
+/* DIRECTORY without the slashes at its end, to be freed. */
+static ft_status ft__io_bare(const char *directory, char **bare)
+{
+    if (directory == NULL || directory[0] == 0)
+        return ft_error(FT_ERR_ARG, "an export needs the name of a directory");
+    *bare = ft__io_copy(directory);
+    if (*bare == NULL) return ft__io_oom(directory, strlen(directory) + 1);
+    for (size_t n = strlen(*bare); n > 1 && (*bare)[n - 1] == '/'; n--) (*bare)[n - 1] = 0;
+    return FT_OK;
+}
+
+static ft_status ft__io_export_entries(const char *directory, DIR *entries, const char *manifest)
+{
+    for (struct dirent *e; (e = readdir(entries)) != NULL;) {
+        if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
+        if (manifest == NULL)
+            return ft_error(FT_ERR_IO, "%s: is not empty (it has %s) and is no earlier export (%s "
+                            "is not in it): export to another directory", directory,
+                            ft__io_show(e->d_name).text, ft__io_manifest);
+        if (!ft__io_manifest_has(manifest, e->d_name))
+            return ft_error(FT_ERR_IO, "%s: has %s, which no export wrote: nothing is replaced; "
+                            "move it, or export to another directory", directory,
+                            ft__io_show(e->d_name).text);
+    }
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_export_check(const char *directory)
+{
+    char *bare = NULL, *manifest = NULL;
+    struct stat info;
+    FT_TRY(ft__io_bare(directory, &bare));
+    ft_status status = FT_OK;
+    if (stat(bare, &info) == 0 && !S_ISDIR(info.st_mode)) {
+        status = ft_error(FT_ERR_IO, "%s: is a file, not a directory", bare);
+    } else if (stat(bare, &info) == 0) {
+        DIR *entries = opendir(bare);
+        if (entries == NULL)
+            status = ft_error(FT_ERR_IO, "%s: cannot be read: %s", bare, strerror(errno));
+        if (status == FT_OK) status = ft__io_manifest_read(bare, &manifest);
+        if (status == FT_OK) status = ft__io_export_entries(bare, entries, manifest);
+        if (entries != NULL) closedir(entries);
+    } else if (errno != ENOENT) {
+        status = ft_error(FT_ERR_IO, "%s: cannot be written: %s", bare, strerror(errno));
+    }
+    FT_FREE(manifest);
+    FT_FREE(bare);
+    return status;
+}
+
+typedef struct ft__io_out { /* of an export, on every rank */
+    ft_ctx *ctx;
+    ft_zero *zero;
+    ft_llama *model;
+    ft_group *world;
+    ft_io_dtype dtype;
+    int64_t *pieces;         /* [R, FT__IO_PIECE_WORDS] of a parameter */
+    float *part;             /* [FT__IO_PART] */
+    /* Rank 0 alone. */
+    float *values;           /* [largest tensor] */
+    const char *name;        /* of the tensor in values */
+    char *temporary;         /* the directory that is written */
+    ft__io_text manifest;
+} ft__io_out;
+
+#define FT__IO_PART ((int64_t)1 << 18) /* elements that travel at a time */
+enum { FT__IO_PIECE_WORDS = 2 + 4 * FT_LLAMA_MAX_RUNS };
+
+/* Everyone learns what everyone stores of a parameter: elems, n_runs, then first, n, stride and
+   count of each run. */
+static ft_status ft__io_out_pieces(ft__io_out *o, const ft_llama_piece *piece)
+{
+    const int64_t words = FT__IO_PIECE_WORDS, halves = 2 * words;
+    int64_t mine[FT__IO_PIECE_WORDS], all = halves * ft_world(o->ctx);
+    ft_stream *stream = ft_stream_get(o->ctx, FT_STREAM_COMPUTE);
+    ft_tensor *own, *every;
+    memset(mine, 0, sizeof mine);
+    mine[0] = piece->elems;
+    mine[1] = piece->n_runs;
+    for (int r = 0; r < piece->n_runs; r++) {
+        mine[2 + 4 * r] = piece->run[r].first;
+        mine[3 + 4 * r] = piece->run[r].n;
+        mine[4 + 4 * r] = piece->run[r].stride;
+        mine[5 + 4 * r] = piece->run[r].count;
+    }
+    FT_TRY(ft_tensor_create(o->ctx, &own, FT_I32, 1, &halves, FT_TAG_COMM));
+    FT_TRY(ft_tensor_create(o->ctx, &every, FT_I32, 1, &all, FT_TAG_COMM));
+    FT_TRY(ft_upload(own, mine));
+    FT_TRY(ft_all_gather(o->world, stream, own, every));
+    FT_TRY(ft_download(every, o->pieces));
+    ft_tensor_free(own);
+    ft_tensor_free(every);
+    return FT_OK;
+}
+
+/* values = part[n], which is elements at..at+n-1 of a rank's piece, in the places that its runs
+   say. */
+static void ft__io_out_place(const int64_t *piece, int64_t at, int64_t n, const float *part,
+                             float *values)
+{
+    for (int64_t r = 0; r < piece[1] && n > 0; r++) {
+        const int64_t first = piece[2 + 4 * r], wide = piece[3 + 4 * r];
+        const int64_t stride = piece[4 + 4 * r], all = wide * piece[5 + 4 * r];
+        for (; at < all && n > 0;) {
+            const int64_t left = wide - at % wide, k = left < n ? left : n;
+            memcpy(values + first + at / wide * stride + at % wide, part,
+                   (size_t)k * sizeof *part);
+            at += k;
+            n -= k;
+            part += k;
+        }
+        at -= all;
+    }
+}
+
+/* A parameter, whole, to rank 0: each rank sends what it stores, in pieces, in the order of ranks. */
+static ft_status ft__io_out_collect(ft__io_out *o, const ft_llama_param *p)
+{
+    const int me = ft_rank(o->ctx);
+    ft_stream *stream = ft_stream_get(o->ctx, FT_STREAM_COMPUTE);
+    ft_llama_piece piece;
+    FT_TRY(ft_llama_stored(o->model, p, &piece));
+    FT_TRY(ft__io_out_pieces(o, &piece));
+    for (int r = 0; r < ft_world(o->ctx); r++) {
+        const int64_t *their = o->pieces + (size_t)r * FT__IO_PIECE_WORDS;
+        if (me != 0 && me != r) continue;
+        for (int64_t at = 0, n; at < their[0]; at += n) {
+            ft_p2p op;
+            n = their[0] - at < FT__IO_PART ? their[0] - at : FT__IO_PART;
+            if (me == r)
+                FT_TRY(ft_zero_state_read(o->zero, piece.tensor, 0, piece.first + at, n, o->part));
+            if (r != 0) {
+                op.peer = me == 0 ? r : 0;
+                op.is_send = me == r;
+                FT_TRY(ft_tensor_create(o->ctx, &op.tensor, FT_F32, 1, &n, FT_TAG_COMM));
+                if (me == r) FT_TRY(ft_upload(op.tensor, o->part));
+                FT_TRY(ft_exchange(o->world, stream, 1, &op));
+                if (me == 0) FT_TRY(ft_download(op.tensor, o->part));
+                ft_tensor_free(op.tensor);
+            }
+            if (me == 0) ft__io_out_place(their, at, n, o->part, o->values);
+        }
+    }
+    return FT_OK;
+}
+
+/* To nearest even; a NaN stays one. */
+static void ft__io_round_bf16(const float *values, int64_t n, void *bytes)
+{
+    unsigned char *to = (unsigned char *)bytes;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t bits;
+        memcpy(&bits, &values[i], sizeof bits);
+        const uint32_t nan = (bits & 0x7fffffffu) > 0x7f800000u;
+        const uint32_t up = bits + 0x7fffu + (bits >> 16 & 1u);
+        const uint16_t short_bits = (uint16_t)((nan ? bits | 0x400000u : up) >> 16);
+        memcpy(to + 2 * i, &short_bits, sizeof short_bits);
+    }
+}
+
+static ft_status ft__io_out_fill(void *user, const char *name, size_t offset, size_t bytes,
+                                 void *buffer)
+{
+    ft__io_out *o = (ft__io_out *)user;
+    if (o->name == NULL || strcmp(o->name, name) != 0) {
+        const ft_llama_param *p = ft_llama_param_find(o->model, name);
+        FT_TRY(ft__io_out_collect(o, p));
+        o->name = p->name;
+    }
+    if (o->dtype == FT_IO_F32) memcpy(buffer, (const char *)o->values + offset, bytes);
+    else ft__io_round_bf16(o->values + offset / 2, (int64_t)(bytes / 2), buffer);
+    return FT_OK;
+}
+
+static ft_status ft__io_out_note(ft__io_out *o, const char *name)
+{
+    ft_io_json text;
+    memset(&text, 0, sizeof text);
+    text.text = o->manifest;
+    ft__io_json_put(&text, name, strlen(name));
+    ft__io_json_put(&text, "\n", 1);
+    o->manifest = text.text;
+    return text.status == FT_OK ? FT_OK : ft__io_oom(o->temporary, o->manifest.n);
+}
+
+static size_t ft__io_out_bytes(const ft__io_out *o, const ft_llama_param *p)
+{
+    return (size_t)(p->shape[0] * p->shape[1]) * (o->dtype == FT_IO_F32 ? 4 : 2);
+}
+
+/* The first parameter of the file after that of `first`: as many as fit, one at least. */
+static int ft__io_out_cut(const ft__io_out *o, int first, size_t most)
+{
+    size_t bytes = 0;
+    int i = first;
+    for (; i < ft_llama_param_count(o->model); i++) {
+        const size_t more = ft__io_out_bytes(o, ft_llama_param_at(o->model, i));
+        if (i > first && (more > most || bytes > most - more)) break;
+        bytes += more;
+    }
+    return i;
+}
+
+static ft_status ft__io_out_file(ft__io_out *o, const char *name, int first, int end)
+{
+    char *path;
+    ft_io_safetensors_writer *writer = NULL;
+    FT_TRY(ft__io_out_note(o, name));
+    FT_TRY(ft__io_inside(o->temporary, name, &path));
+    ft_status status = ft_io_safetensors_create(path, &writer);
+    FT_FREE(path);
+    if (status == FT_OK) status = ft_io_safetensors_set_metadata(writer, "format", "pt");
+    for (int i = first; i < end && status == FT_OK; i++) {
+        const ft_llama_param *p = ft_llama_param_at(o->model, i);
+        status = ft_io_safetensors_add_fill(writer, p->name, o->dtype, p->ndim, p->shape,
+                                            ft__io_out_fill, o);
+    }
+    if (status == FT_OK) return ft_io_safetensors_finish(writer);
+    ft_io_safetensors_abandon(writer);
+    return status;
+}
+
+static void ft__io_out_shard_name(int k, int shards, char name[64])
+{
+    if (shards == 1) snprintf(name, 64, "model.safetensors");
+    else snprintf(name, 64, "model-%05d-of-%05d.safetensors", k + 1, shards);
+}
+
+static ft_status ft__io_out_index(ft__io_out *o, int shards, size_t most)
+{
+    const int n = ft_llama_param_count(o->model);
+    char name[64], *path;
+    ft_io_json json;
+    int64_t elems = 0;
+    for (int i = 0; i < n; i++)
+        elems += ft_llama_param_at(o->model, i)->shape[0] * ft_llama_param_at(o->model, i)->shape[1];
+    memset(&json, 0, sizeof json);
+    json.indent = 1;
+    ft_io_json_begin_object(&json);
+    ft_io_json_key(&json, "metadata");
+    ft_io_json_begin_object(&json);
+    ft__io_hf_put_int(&json, "total_parameters", elems);
+    ft__io_hf_put_int(&json, "total_size", elems * (o->dtype == FT_IO_F32 ? 4 : 2));
+    ft_io_json_end_object(&json);
+    ft_io_json_key(&json, "weight_map");
+    ft_io_json_begin_object(&json);
+    for (int k = 0, i = 0; k < shards; k++) {
+        const int end = ft__io_out_cut(o, i, most);
+        ft__io_out_shard_name(k, shards, name);
+        for (; i < end; i++)
+            ft__io_hf_put_string(&json, ft_llama_param_at(o->model, i)->name, name);
+    }
+    ft_io_json_end_object(&json);
+    ft_io_json_end_object(&json);
+    ft_status status = ft__io_inside(o->temporary, "model.safetensors.index.json", &path);
+    if (status != FT_OK) {
+        FT_FREE(json.text.bytes);
+        return status;
+    }
+    status = ft__io_json_to_file(&json, path);
+    FT_FREE(path);
+    return status == FT_OK ? ft__io_out_note(o, "model.safetensors.index.json") : status;
+}
+
+static ft_status ft__io_out_weights(ft__io_out *o, size_t most)
+{
+    const int n = ft_llama_param_count(o->model);
+    char name[64];
+    int shards = 0;
+    for (int i = 0; i < n; i = ft__io_out_cut(o, i, most)) shards++;
+    for (int k = 0, i = 0; k < shards; k++) {
+        const int end = ft__io_out_cut(o, i, most);
+        ft__io_out_shard_name(k, shards, name);
+        FT_TRY(ft__io_out_file(o, name, i, end));
+        i = end;
+    }
+    return shards > 1 ? ft__io_out_index(o, shards, most) : FT_OK;
+}
+
+/* What belongs to a model beside its weights; each is copied where it is there. */
+static ft_status ft__io_out_copy(ft__io_out *o, const char *from)
+{
+    static const char *const names[] = {
+        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+        "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+        "chat_template.json", "generation_config.json"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        char *source = NULL, *target = NULL;
+        ft__io_map map;
+        FT_TRY(ft__io_inside(from, names[i], &source));
+        if (access(source, F_OK) != 0) {
+            FT_FREE(source);
+            continue;
+        }
+        ft_status status = ft__io_inside(o->temporary, names[i], &target);
+        if (status == FT_OK) status = ft__io_map_open(source, &map);
+        if (status == FT_OK) {
+            status = ft__io_bytes_to_file(target, map.base, map.bytes);
+            ft__io_map_close(&map);
+        }
+        FT_FREE(source);
+        FT_FREE(target);
+        FT_TRY(status);
+        FT_TRY(ft__io_out_note(o, names[i]));
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_out_directory(ft__io_out *o, const ft_io_hf_config *config,
+                                      const ft_io_export *options)
+{
+    const int64_t most = options->max_shard_bytes > 0 ? options->max_shard_bytes : 5000000000LL;
+    char *path;
+    FT_TRY(ft__io_out_note(o, ft__io_manifest_head));
+    FT_TRY(ft__io_out_weights(o, (size_t)most));
+    FT_TRY(ft__io_inside(o->temporary, "config.json", &path));
+    ft_status status = ft_io_hf_config_write(config, path);
+    FT_FREE(path);
+    FT_TRY(status);
+    FT_TRY(ft__io_out_note(o, "config.json"));
+    if (options->copy_from != NULL) FT_TRY(ft__io_out_copy(o, options->copy_from));
+    FT_TRY(ft__io_inside(o->temporary, ft__io_manifest, &path));
+    status = ft__io_bytes_to_file(path, o->manifest.bytes, o->manifest.n);
+    FT_FREE(path);
+    return status;
+}
+
+/* Removes an export's directory: what its list names, the list, itself. Whatever else is in it
+   stays, and then so does the directory. `listed` 0: all files, of one that is not finished. */
+static void ft__io_out_remove(const char *directory, int listed)
+{
+    char *manifest = NULL, *path;
+    DIR *entries = opendir(directory);
+    if (listed) (void)ft__io_manifest_read(directory, &manifest);
+    for (struct dirent *e; entries != NULL && (e = readdir(entries)) != NULL;) {
+        if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
+        if (listed && !ft__io_manifest_has(manifest, e->d_name)) continue;
+        if (ft__io_inside(directory, e->d_name, &path) != FT_OK) continue;
+        unlink(path);
+        FT_FREE(path);
+    }
+    if (entries != NULL) closedir(entries);
+    if (rmdir(directory) != 0 && errno == ENOTDIR) unlink(directory); /* a link to one */
+    FT_FREE(manifest);
+}
+
+/* BARE + what, with the first N that is free; a directory, if `make`. To be freed. */
+static ft_status ft__io_out_beside(const char *bare, const char *what, int make, char **out)
+{
+    const size_t room = strlen(bare) + 64;
+    char *name = (char *)FT_MALLOC(room);
+    struct stat info;
+    int done = 0;
+    if (name == NULL) return ft__io_oom(bare, room);
+    errno = EEXIST;
+    for (int i = 0; !done && errno == EEXIST && i < 10000; i++) {
+        snprintf(name, room, "%s.%s-%ld-%d", bare, what, (long)getpid(), i);
+        if (make) done = mkdir(name, 0777) == 0;
+        else if (!(done = stat(name, &info) != 0 && errno == ENOENT)) errno = EEXIST;
+    }
+    *out = name;
+    if (done) return FT_OK;
+    const ft_status status = ft_error(FT_ERR_IO, "%s: cannot create a directory beside it: %s", bare,
+                                      strerror(errno));
+    FT_FREE(name);
+    *out = NULL;
+    return status;
+}
+
+/* temporary -> bare. rename() puts it over an empty directory; another one is moved away first, and
+   back if the second rename fails. */
+static ft_status ft__io_out_rename(const char *temporary, const char *bare)
+{
+    char *old = NULL;
+    int directory = -1;
+    FT_TRY(ft__io_open_directory(temporary, &directory)); /* the same as bare's */
+    ft_status status = FT_OK;
+    if (ft__io_rename(temporary, bare) != 0) {
+        status = ft_io_export_check(bare);
+        if (status == FT_OK) status = ft__io_out_beside(bare, "old", 0, &old);
+        if (status == FT_OK && ft__io_rename(bare, old) != 0)
+            status = ft_error(FT_ERR_IO, "%s: cannot be replaced: %s", bare, strerror(errno));
+        if (status == FT_OK && ft__io_rename(temporary, bare) != 0) {
+            status = ft_error(FT_ERR_IO, "%s: cannot rename %s to it: %s", bare, temporary,
+                              strerror(errno));
+            (void)rename(old, bare);
+        }
+        if (status == FT_OK) ft__io_out_remove(old, 1);
+    }
+    if (status == FT_OK) status = ft__io_sync_directory(bare, directory);
+    if (directory >= 0) close(directory);
+    FT_FREE(old);
+    return status;
+}
+
+static ft_status ft__io_out_write(ft__io_out *o, const char *directory,
+                                  const ft_io_hf_config *config, const ft_io_export *options)
+{
+    char *bare = NULL;
+    FT_TRY(ft_io_export_check(directory));
+    FT_TRY(ft__io_bare(directory, &bare));
+    ft_status status = ft__io_out_beside(bare, "tmp", 1, &o->temporary);
+    if (status == FT_OK) status = ft__io_out_directory(o, config, options);
+    if (status == FT_OK) status = ft__io_out_rename(o->temporary, bare);
+    if (status != FT_OK && o->temporary != NULL) {
+        char message[1024];
+        snprintf(message, sizeof message, "%s", ft_last_error());
+        ft__io_out_remove(o->temporary, 0);
+        status = ft_error(status, "%s", message);
+    }
+    FT_FREE(o->temporary);
+    FT_FREE(o->manifest.bytes);
+    FT_FREE(bare);
+    return status;
+}
+
+FT_API ft_status ft_io_llama_export(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
+                                    const char *directory, const ft_io_export *options)
+{
+    ft__io_out o;
+    ft_io_hf_config config;
+    int64_t most = 1;
+    if (ctx == NULL || zero == NULL || model == NULL || directory == NULL || options == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_export: no argument may be NULL");
+    if ((options->dtype != FT_IO_F32 && options->dtype != FT_IO_BF16) ||
+        options->max_shard_bytes < 0)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_export: dtype %s, %lld bytes a file: F32 or BF16, "
+                        "and 0 (the default) or more", ft_io_dtype_name(options->dtype),
+                        (long long)options->max_shard_bytes);
+    FT_TRY(ft_io_llama_hf_config(ft_llama_config_get(model), options->like, &config));
+    if (config.max_positions == 0) config.max_positions = options->max_positions;
+    snprintf(config.dtype, sizeof config.dtype, "%s",
+             options->dtype == FT_IO_F32 ? "float32" : "bfloat16");
+    if (ft_ctx_device(ctx) == FT_META) return FT_OK;
+    memset(&o, 0, sizeof o);
+    o.ctx = ctx;
+    o.zero = zero;
+    o.model = model;
+    o.world = options->world;
+    o.dtype = options->dtype;
+    if (o.world == NULL)
+        FT_TRY(ft_group_strided(ctx, "export", 0, 1, ft_world(ctx), &o.world));
+    for (int i = 0; i < ft_llama_param_count(model); i++) {
+        const ft_llama_param *p = ft_llama_param_at(model, i);
+        if (p->shape[0] * p->shape[1] > most) most = p->shape[0] * p->shape[1];
+    }
+    o.pieces = (int64_t *)ft_host_alloc(ctx, (size_t)ft_world(ctx) * FT__IO_PIECE_WORDS *
+                                                 sizeof *o.pieces);
+    o.part = (float *)ft_host_alloc(ctx, (size_t)FT__IO_PART * sizeof *o.part);
+    if (o.pieces == NULL || o.part == NULL) return FT_ERR_OOM;
+    if (ft_rank(ctx) == 0) {
+        o.values = (float *)ft_host_alloc(ctx, (size_t)most * sizeof *o.values);
+        if (o.values == NULL) return FT_ERR_OOM;
+        FT_TRY(ft__io_out_write(&o, directory, &config, options));
+        ft_host_free(ctx, o.values);
+    } else {
+        for (int i = 0; i < ft_llama_param_count(model); i++)
+            FT_TRY(ft__io_out_collect(&o, ft_llama_param_at(model, i)));
+    }
+    ft_host_free(ctx, o.part);
+    ft_host_free(ctx, o.pieces);
+    return ft_agree(o.world, "the export", 0); /* all return when rank 0 is done */
+}
+
+#endif /* FEMTOTRON_LLAMA_H */
 
 #endif /* implementation */

@@ -206,6 +206,8 @@ FT_API ft_status ft_llama_chunk_docs(ft_llama *model, int chunk, ft_tensor *toke
    tp rank, or NULL, which is ft_llama_chunk. A tape keeps it as long as an attention's backward
    needs it. Other shapes: FT_ERR_SHAPE. Values, and devices: ft_attention_docs. */
 
+FT_API const ft_llama_config *ft_llama_config_get(const ft_llama *model);
+/* What it was made from, with its zeros filled in. NULL for NULL. */
 FT_API ft_status ft_llama_loss(ft_llama *model, ft_tensor *tokens, ft_tensor *labels,
                                ft_tensor *scale, const ft_sac *sac, ft_tensor **loss);
 /* tokens, labels int32 [B,T], T <= max_tokens: labels[b,t] is the token that follows tokens[b,t],
@@ -1107,6 +1109,11 @@ FT_API ft_status ft_llama_boundary(const ft_llama *m, int64_t B, int64_t T, int 
     shape[1] = cut ? m->config.hidden : T;
     shape[2] = m->config.hidden;
     return cut ? ft_tp_check(m->tp_size, 1, 0, 0, 0, B, T) : FT_OK;
+}
+
+FT_API const ft_llama_config *ft_llama_config_get(const ft_llama *m)
+{
+    return m ? &m->config : NULL;
 }
 
 FT_API ft_status ft_llama_loss_docs(ft_llama *m, ft_tensor *tokens, ft_tensor *labels,

@@ -16,37 +16,7 @@
 #define TRAIN_LLAMA_MAIN train_llama_main /* the trainer, whole */
 #include "train_llama.c"
 
-/* --------------------------------------------------------------------------------------- models */
-
-typedef struct preset { /* sizes as the models' config.json has them */
-    const char *name;
-    int64_t hidden, layers, heads, kv_heads, head_dim, intermediate, vocab;
-    int tied, qkv_bias, qk_norm;
-} preset;
-
-static const preset presets[] = {
-    {"llama-2-7b", 4096, 32, 32, 32, 128, 11008, 32000, 0, 0, 0},
-    {"llama-2-70b", 8192, 80, 64, 8, 128, 28672, 32000, 0, 0, 0},
-    {"llama-3.2-1b", 2048, 16, 32, 8, 64, 8192, 128256, 1, 0, 0},
-    {"llama-3.2-3b", 3072, 28, 24, 8, 128, 8192, 128256, 1, 0, 0},
-    {"llama-3-8b", 4096, 32, 32, 8, 128, 14336, 128256, 0, 0, 0},
-    {"llama-3-70b", 8192, 80, 64, 8, 128, 28672, 128256, 0, 0, 0},
-    {"llama-3.1-405b", 16384, 126, 128, 8, 128, 53248, 128256, 0, 0, 0},
-    {"mistral-7b", 4096, 32, 32, 8, 128, 14336, 32768, 0, 0, 0},
-    {"qwen2.5-0.5b", 896, 24, 14, 2, 64, 4864, 151936, 1, 1, 0},
-    {"qwen2.5-1.5b", 1536, 28, 12, 2, 128, 8960, 151936, 1, 1, 0},
-    {"qwen2.5-3b", 2048, 36, 16, 2, 128, 11008, 151936, 1, 1, 0},
-    {"qwen2.5-7b", 3584, 28, 28, 4, 128, 18944, 152064, 0, 1, 0},
-    {"qwen2.5-32b", 5120, 64, 40, 8, 128, 27648, 152064, 0, 1, 0},
-    {"qwen2.5-72b", 8192, 80, 64, 8, 128, 29568, 152064, 0, 1, 0},
-    {"qwen3-0.6b", 1024, 28, 16, 8, 128, 3072, 151936, 1, 0, 1},
-    {"qwen3-8b", 4096, 36, 32, 8, 128, 12288, 151936, 0, 0, 1},
-};
-
-enum { PRESETS = (int)(sizeof presets / sizeof presets[0]) };
-
 typedef struct request { /* this program's own flags */
-    const char *model;
     int json, sweep, explain, gpus, node, seconds;
     int64_t gpu_mem;
     double tflops, link_gbs, net_gbs;
@@ -56,96 +26,12 @@ enum { MAX_WORDS = 160 };
 
 typedef struct words { /* the command line that the trainer's parser gets */
     char *word[MAX_WORDS];
-    char text[32][32]; /* of the words that a model adds */
-    int n, n_text;
+    int n;
 } words;
 
 static int has_word(const words *w, const char *flag) {
     for (int i = 0; i < w->n; i++)
         if (strcmp(w->word[i], flag) == 0) return 1;
-    return 0;
-}
-
-/* A flag of the model, unless the command line has it. */
-static void add_flag(words *w, const char *flag, const char *value) {
-    if (has_word(w, flag)) return;
-    snprintf(w->text[w->n_text], sizeof w->text[0], "%s", flag);
-    w->word[w->n++] = w->text[w->n_text++];
-    snprintf(w->text[w->n_text], sizeof w->text[0], "%s", value);
-    w->word[w->n++] = w->text[w->n_text++];
-}
-
-static void add_size(words *w, const char *flag, int64_t value) {
-    char text[32];
-    snprintf(text, sizeof text, "%lld", (long long)value);
-    add_flag(w, flag, text);
-}
-
-static void add_model(words *w, const preset *m, int o_bias, int mlp_bias) {
-    add_size(w, "--hidden", m->hidden);
-    add_size(w, "--layers", m->layers);
-    add_size(w, "--heads", m->heads);
-    add_size(w, "--kv-heads", m->kv_heads);
-    add_size(w, "--head-dim", m->head_dim);
-    add_size(w, "--intermediate", m->intermediate);
-    add_size(w, "--vocab", m->vocab);
-    add_size(w, "--tie-embeddings", m->tied);
-    add_size(w, "--qkv-bias", m->qkv_bias);
-    add_size(w, "--o-bias", o_bias);
-    add_size(w, "--mlp-bias", mlp_bias);
-    add_size(w, "--qk-norm", m->qk_norm);
-    add_flag(w, "--dtype", "bf16");
-}
-
-#ifdef FT_CJSON
-static int add_hf_config(words *w, const char *path) {
-    ft_io_hf_config hf;
-    preset m;
-    char *text = NULL;
-    long bytes = 0;
-    FILE *f = fopen(path, "rb");
-    if (!f) return bad("--model %s: %s", path, strerror(errno));
-    if (fseek(f, 0, SEEK_END) == 0 && (bytes = ftell(f)) >= 0 && fseek(f, 0, SEEK_SET) == 0)
-        text = (char *)calloc((size_t)bytes + 1, 1);
-    if (text && fread(text, 1, (size_t)bytes, f) != (size_t)bytes) text[0] = '\0';
-    fclose(f);
-    if (!text) return bad("--model %s: cannot be read", path);
-    ft_status status = ft_io_hf_config_parse(text, path, &hf);
-    free(text);
-    if (status != FT_OK) return bad("--model: %s", ft_last_error());
-    memset(&m, 0, sizeof m);
-    m.hidden = hf.hidden;
-    m.layers = hf.layers;
-    m.heads = hf.heads;
-    m.kv_heads = hf.kv_heads;
-    m.head_dim = hf.head_dim;
-    m.intermediate = hf.intermediate;
-    m.vocab = hf.vocab;
-    m.tied = hf.tie_embeddings;
-    m.qkv_bias = hf.qkv_bias;
-    m.qk_norm = hf.qk_norm;
-    add_model(w, &m, hf.o_bias, hf.mlp_bias);
-    return 1;
-}
-#else
-static int add_hf_config(words *w, const char *path) {
-    (void)w;
-    return bad("--model %s: not a preset; files need a build with cJSON (-DFT_CJSON ... -lcjson)",
-               path);
-}
-#endif
-
-static int apply_model(words *w, const char *name) {
-    for (int i = 0; i < PRESETS; i++)
-        if (strcmp(presets[i].name, name) == 0) {
-            add_model(w, &presets[i], 0, 0);
-            return 1;
-        }
-    if (strstr(name, ".json")) return add_hf_config(w, name);
-    fputs("error: --model ", stderr);
-    fprintf(stderr, "%s: not one of", name);
-    for (int i = 0; i < PRESETS; i++) fprintf(stderr, " %s", presets[i].name);
-    fputs(", nor a config.json; see --help\n", stderr);
     return 0;
 }
 
@@ -157,7 +43,7 @@ static void print_memplan_help(void) {
          "       memplan ... --sweep --gpus N --gpu-mem BYTES\n\n"
          "Plans a step of training on meta. --device is not needed; train_llama --help has the\n"
          "trainer's flags. A model sets sizes and bf16; flags beside it go before it.\n\n"
-         "--model NAME\n      sizes of a model, or a Hugging Face config.json; NAME is one of:");
+         "--model NAME\n      the trainer's; NAME is one of:");
     for (int i = 0; i < PRESETS; i++) printf("      %s\n", presets[i].name);
     puts("--json\n      every rank's peak and tags at that moment, as the trainer's --memory-json\n"
          "--explain\n      what ZeRO-3 saves here, and what its transient block costs, against"
@@ -175,7 +61,7 @@ static void print_memplan_help(void) {
 
 /* Own flags go to `ask`, all others to `w`. */
 static int split_flags(int argc, char **argv, request *ask, words *w) {
-    static char limit[] = "--gpu-mem";
+    static char limit[] = "--gpu-mem", dtype[] = "--dtype", bf16[] = "bf16";
     option bytes, number, real;
     memset(ask, 0, sizeof *ask);
     memset(w, 0, sizeof *w);
@@ -198,8 +84,7 @@ static int split_flags(int argc, char **argv, request *ask, words *w) {
         int64_t n;
         int ok = 1, took = 1;
         number.name = real.name = flag;
-        if (strcmp(flag, "--model") == 0) ask->model = value;
-        else if (strcmp(flag, "--gpu-mem") == 0)
+        if (strcmp(flag, "--gpu-mem") == 0)
             ok = parse_bytes(&bytes, value, value, "memory", &ask->gpu_mem);
         else if (strcmp(flag, "--gpus") == 0 || strcmp(flag, "--node") == 0 ||
                  strcmp(flag, "--seconds") == 0) {
@@ -222,7 +107,11 @@ static int split_flags(int argc, char **argv, request *ask, words *w) {
     }
     if (ask->tflops <= 0 || ask->link_gbs <= 0 || ask->net_gbs <= 0)
         return bad("--gpu-tflops, --link-gbs and --net-gbs must be positive");
-    return !ask->model || apply_model(w, ask->model);
+    if (has_word(w, "--model") && !has_word(w, "--dtype")) { /* a model is planned in bf16 */
+        w->word[w->n++] = dtype;
+        w->word[w->n++] = bf16;
+    }
+    return 1;
 }
 
 /* ----------------------------------------------------------------------------------------- plan */

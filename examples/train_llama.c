@@ -4,7 +4,9 @@
    Run:    ./train_llama --data *.h --dp 4 --zero-stage 3 --sac selective --steps 300
    GPU:    nvcc -O3 -DFT_CUDA -I. examples/train_llama.c femtotron_kernels.cu -o train_llama \
                -arch=native -lcublasLt     (make cuda does the same)
-   Plan:   ./train_llama --device meta --dp 8 --zero-stage 3 --sac full --hidden 4096 --layers 32
+   Plan:   ./train_llama --device meta --dp 8 --zero-stage 3 --sac full --model llama-3-8b
+   Tune:   ./train_llama --init-from DIR --data *.bin --token-dtype uint16 --export TUNED
+           (models of Hugging Face in and out; reading them needs -DFT_CJSON ... -lcjson)
 
    How it is built: one table of options drives parsing and --help. main() checks everything that
    can be checked, plans the memory by running one step on the device `meta`, then trains. Plan and
@@ -73,6 +75,10 @@ typedef struct settings {
     int64_t dtype; /* ft_dtype */
     int64_t hidden, layers, heads, kv_heads, head_dim, intermediate, vocab, tie_embeddings;
     int64_t qkv_bias, o_bias, mlp_bias, qk_norm;
+    const char *model, *init_from, *export_dir;
+    int64_t export_dtype, export_shard; /* 0 fp32, 1 bf16; bytes */
+    int has_like;          /* the model began as one that `like` describes */
+    ft_io_hf_config like;
     paths data, eval_data;
     int64_t data_format, token_dtype; /* ft_io_format; the second is an older name for some */
     int64_t eod_token, doc_mask;
@@ -239,6 +245,19 @@ static const option options[] = {
     {"--mlp-bias", TAKES_SWITCH, "[0|1]", AT(mlp_bias), 0, 0, NULL, "gate, up and down have"},
     {"--qk-norm", TAKES_SWITCH, "[0|1]", AT(qk_norm), 0, 0, NULL,
      "RMSNorm of each query and key head (Qwen3)"},
+    {"--model", TAKES_TEXT, "NAME|DIR", AT(model), 0, 0, NULL,
+     "sizes and settings of a model: a name below, or a directory (or its config.json) of\n"
+     "Hugging Face; weights stay random; flags of sizes beside it go before it"},
+    {"--init-from", TAKES_PATH, "DIR", AT(init_from), 0, 0, NULL,
+     "weights to start from: a directory of Hugging Face. Without --model its settings too;\n"
+     "no flag may contradict its sizes"},
+    {"--export", TAKES_PATH, "DIR", AT(export_dir), 0, 0, NULL,
+     "after training, write the model for Hugging Face: config.json, safetensors, and what\n"
+     "tokenizer the directory of --init-from or --model has; replaces an earlier export only"},
+    {"--export-dtype", TAKES_WORD, "fp32|bf16", AT(export_dtype), 0, 0, "fp32",
+     "of the weights in it: the masters, or these rounded"},
+    {"--export-shard-bytes", TAKES_BYTES, "BYTES", AT(export_shard), 0, 0, "5000000000",
+     "the most in one of its files (suffix KiB, MiB, GiB)"},
     {"--log", TAKES_PATH, "FILE", AT(log_path), 0, 0, NULL,
      "one JSON object a step: step, loss, grad_norm, lr, tokens (so far),\n"
      "tokens_per_s, peak_bytes (of rank 0)"},
@@ -408,6 +427,125 @@ static int parse_option(const option *opt, int argc, char **argv, int *next, set
     return 1;
 }
 
+/* -------------------------------------------------------------------------------------- models */
+
+enum { LLAMA3_NONE = 0, LLAMA3_8 = 8, LLAMA3_32 = 32 }; /* factor of scaled frequencies */
+
+typedef struct preset { /* as the models' config.json has them */
+    const char *name, *type;
+    int64_t hidden, layers, heads, kv_heads, head_dim, intermediate, vocab;
+    int tied;
+    double eps, theta;
+    int rope_factor;
+    int64_t positions;
+} preset;
+
+static const preset presets[] = {
+    {"tiny", "llama", 64, 4, 4, 2, 16, 128, 256, 0, 1e-5, 1e4, 0, 2048},
+    {"llama-2-7b", "llama", 4096, 32, 32, 32, 128, 11008, 32000, 0, 1e-5, 1e4, 0, 4096},
+    {"llama-2-70b", "llama", 8192, 80, 64, 8, 128, 28672, 32000, 0, 1e-5, 1e4, 0, 4096},
+    {"llama-3.2-1b", "llama", 2048, 16, 32, 8, 64, 8192, 128256, 1, 1e-5, 5e5, LLAMA3_32, 131072},
+    {"llama-3.2-3b", "llama", 3072, 28, 24, 8, 128, 8192, 128256, 1, 1e-5, 5e5, LLAMA3_32, 131072},
+    {"llama-3-8b", "llama", 4096, 32, 32, 8, 128, 14336, 128256, 0, 1e-5, 5e5, 0, 8192},
+    {"llama-3-70b", "llama", 8192, 80, 64, 8, 128, 28672, 128256, 0, 1e-5, 5e5, 0, 8192},
+    {"llama-3.1-8b", "llama", 4096, 32, 32, 8, 128, 14336, 128256, 0, 1e-5, 5e5, LLAMA3_8, 131072},
+    {"llama-3.1-70b", "llama", 8192, 80, 64, 8, 128, 28672, 128256, 0, 1e-5, 5e5, LLAMA3_8, 131072},
+    {"llama-3.1-405b", "llama", 16384, 126, 128, 8, 128, 53248, 128256, 0, 1e-5, 5e5, LLAMA3_8,
+     131072},
+    {"mistral-7b", "mistral", 4096, 32, 32, 8, 128, 14336, 32768, 0, 1e-5, 1e6, 0, 32768},
+    {"qwen2.5-0.5b", "qwen2", 896, 24, 14, 2, 64, 4864, 151936, 1, 1e-6, 1e6, 0, 32768},
+    {"qwen2.5-1.5b", "qwen2", 1536, 28, 12, 2, 128, 8960, 151936, 1, 1e-6, 1e6, 0, 131072},
+    {"qwen2.5-3b", "qwen2", 2048, 36, 16, 2, 128, 11008, 151936, 1, 1e-6, 1e6, 0, 32768},
+    {"qwen2.5-7b", "qwen2", 3584, 28, 28, 4, 128, 18944, 152064, 0, 1e-6, 1e6, 0, 131072},
+    {"qwen2.5-32b", "qwen2", 5120, 64, 40, 8, 128, 27648, 152064, 0, 1e-5, 1e6, 0, 131072},
+    {"qwen2.5-72b", "qwen2", 8192, 80, 64, 8, 128, 29568, 152064, 0, 1e-5, 1e6, 0, 131072},
+    {"qwen3-0.6b", "qwen3", 1024, 28, 16, 8, 128, 3072, 151936, 1, 1e-6, 1e6, 0, 40960},
+    {"qwen3-8b", "qwen3", 4096, 36, 32, 8, 128, 12288, 151936, 0, 1e-6, 1e6, 0, 40960},
+};
+
+enum { PRESETS = (int)(sizeof presets / sizeof presets[0]) };
+
+static void preset_config(const preset *m, ft_io_hf_config *c) {
+    *c = ft_io_hf_config_default();
+    snprintf(c->model_type, sizeof c->model_type, "%s", m->type);
+    c->hidden = m->hidden;
+    c->layers = m->layers;
+    c->heads = m->heads;
+    c->kv_heads = m->kv_heads;
+    c->head_dim = m->head_dim;
+    c->intermediate = m->intermediate;
+    c->vocab = m->vocab;
+    c->tie_embeddings = m->tied;
+    c->qkv_bias = strcmp(m->type, "qwen2") == 0;
+    c->qk_norm = strcmp(m->type, "qwen3") == 0;
+    c->norm_eps = m->eps;
+    c->rope_theta = m->theta;
+    c->max_positions = m->positions;
+    if (!m->rope_factor) return;
+    c->rope_scaling.factor = m->rope_factor;
+    c->rope_scaling.low_freq_factor = 1;
+    c->rope_scaling.high_freq_factor = 4;
+    c->rope_scaling.original_context = 8192;
+}
+
+static int read_config(const char *flag, const char *path, ft_io_hf_config *config) {
+#ifdef FT_CJSON
+    if (ft_io_hf_config_read(path, config) == FT_OK) return 1;
+    return bad("%s: %s", flag, ft_last_error());
+#else
+    (void)config;
+    return bad("%s %s: reading a config.json needs a build with cJSON (make build/train_llama "
+               "where it is installed, or -DFT_CJSON and -lcjson)", flag, path);
+#endif
+}
+
+static int find_config(const settings *set, ft_io_hf_config *config) {
+    struct stat info;
+    int i;
+    if (!set->model) return read_config("--init-from", set->init_from, config);
+    for (i = 0; i < PRESETS; i++)
+        if (strcmp(presets[i].name, set->model) == 0) {
+            preset_config(&presets[i], config);
+            return 1;
+        }
+    if (strchr(set->model, '/') || stat(set->model, &info) == 0)
+        return read_config("--model", set->model, config);
+    fprintf(stderr, "error: --model %s: is no file or directory, and not one of", set->model);
+    for (i = 0; i < PRESETS; i++) fprintf(stderr, " %s", presets[i].name);
+    return fputs("; see --help\n", stderr) < 0;
+}
+
+/* A size of the model, where no flag gives it; with weights to start from a flag must agree. */
+static int take_size(settings *set, const int *given, size_t offset, int64_t value) {
+    int64_t *size = int_field(set, offset);
+    int i;
+    for (i = 0; options[i].offset != offset;) i++;
+    if (given[i] && *size != value && set->init_from)
+        return bad("%s %lld contradicts %s, which has %lld", options[i].name, (long long)*size,
+                   set->init_from, (long long)value);
+    if (!given[i]) *size = value;
+    return 1;
+}
+
+static int apply_model(settings *set, const int *given) {
+    ft_io_hf_config *c = &set->like;
+    if (!set->model && !set->init_from) return 1;
+    if (!find_config(set, c)) return 0;
+    set->has_like = 1;
+    return take_size(set, given, AT(hidden), c->hidden) &&
+           take_size(set, given, AT(layers), c->layers) &&
+           take_size(set, given, AT(heads), c->heads) &&
+           take_size(set, given, AT(kv_heads), c->kv_heads) &&
+           take_size(set, given, AT(head_dim), c->head_dim) &&
+           take_size(set, given, AT(intermediate), c->intermediate) &&
+           take_size(set, given, AT(vocab), c->vocab) &&
+           take_size(set, given, AT(tie_embeddings), c->tie_embeddings) &&
+           take_size(set, given, AT(qkv_bias), c->qkv_bias) &&
+           take_size(set, given, AT(o_bias), c->o_bias) &&
+           take_size(set, given, AT(mlp_bias), c->mlp_bias) &&
+           take_size(set, given, AT(qk_norm), c->qk_norm);
+}
+
 static int parse_options(int argc, char **argv, settings *set) {
     int given[OPTION_COUNT];
     int next = 1, i;
@@ -422,11 +560,11 @@ static int parse_options(int argc, char **argv, settings *set) {
         if (given[i]++) return bad("%s is given twice", word);
         if (!parse_option(&options[i], argc, argv, &next, set)) return 0;
     }
-    return 1;
+    return apply_model(set, given);
 }
 
 static void print_help(void) {
-    int i;
+    int i, k;
     puts("usage: train_llama --data FILE... [flags]\n"
          "       train_llama --device meta [flags]\n\n"
          "Trains a Llama-family model on the bytes of files. Every rank is a thread.\n");
@@ -441,6 +579,9 @@ static void print_help(void) {
             putchar('\n');
             line = last ? NULL : end + 1;
         }
+        for (k = 0; options[i].offset == AT(model) && k < PRESETS; k++)
+            printf("%s%s%s", k % 6 ? " " : "      ", presets[k].name,
+                   k % 6 == 5 || k == PRESETS - 1 ? "\n" : "");
     }
 }
 
@@ -466,6 +607,9 @@ typedef struct job {
     const int64_t *first_layer;   /* [pp V + 1] */
     const ft_io_sampler *sampler; /* NULL in a plan: there tokens have no values */
     const ft_io_eval *eval;       /* NULL: no validation */
+#ifdef FT_CJSON
+    const ft_io_model *source;    /* weights to start from, or NULL */
+#endif
     int64_t steps;
     int only_rank;                /* a plan of this rank alone; -1: of all */
     ft_io_record *records;        /* [R] of the last step, or NULL */
@@ -1098,27 +1242,35 @@ static sender sender_of(const char *group) {
     return strncmp(group, "pp", 2) == 0 ? SENT_PP : SENT_OTHER;
 }
 
-/* Kept before anything but training has run: sampling and hashing are not part of the plan. */
-static ft_status keep_result(trainer *t) {
+/* What training sends: what was sent before it, to bring the weights, is taken off again. */
+static void count_traffic(trainer *t, int sign) {
     enum { MAX_GROUPS = 16 };
     rank_result *result = &t->work->results[ft_rank(t->ctx)];
+    if (sign < 0) {
+        memset(result->sent, 0, sizeof result->sent);
+        memset(result->sent_by, 0, sizeof result->sent_by);
+    }
     ft_traffic traffic[MAX_GROUPS];
     int groups = ft_traffic_get(t->ctx, MAX_GROUPS, traffic), g, kind;
+    for (g = 0; g < groups && g < MAX_GROUPS; g++)
+        for (kind = 0; kind < FT_COLLECTIVE_COUNT; kind++) {
+            result->sent[kind] += sign * traffic[g].sent_bytes[kind];
+            result->sent_by[sender_of(traffic[g].group)] += sign * traffic[g].sent_bytes[kind];
+        }
+}
+
+/* Kept before anything but training has run: sampling and hashing are not part of the plan. */
+static ft_status keep_result(trainer *t) {
+    rank_result *result = &t->work->results[ft_rank(t->ctx)];
     ft_mem_get(t->ctx, &result->memory);
     ft_flops_get(t->ctx, &result->flops);
+    count_traffic(t, 1);
     result->gpu = ft_ctx_gpu(t->ctx);
     if (result->gpu >= 0) {
         size_t free_bytes, total_bytes;
         FT_TRY(ft_gpu_memory((int)result->gpu, &free_bytes, &total_bytes));
         result->gpu_used = (int64_t)(total_bytes - free_bytes);
     }
-    memset(result->sent, 0, sizeof result->sent);
-    memset(result->sent_by, 0, sizeof result->sent_by);
-    for (g = 0; g < groups && g < MAX_GROUPS; g++)
-        for (kind = 0; kind < FT_COLLECTIVE_COUNT; kind++) {
-            result->sent[kind] += traffic[g].sent_bytes[kind];
-            result->sent_by[sender_of(traffic[g].group)] += traffic[g].sent_bytes[kind];
-        }
     return FT_OK;
 }
 
@@ -1221,9 +1373,34 @@ static void print_sample(const job *work) {
 
 /* ---------------------------------------------------------------------------------------- ranks */
 
+/* Weights from files, before the first step. A checkpoint that is resumed replaces them. */
+static ft_status load_weights(trainer *t) {
+#ifdef FT_CJSON
+    if (t->work->source) return ft_io_llama_load(t->ctx, t->zero, t->model, t->work->source);
+#endif
+    (void)t;
+    return FT_OK;
+}
+
+static ft_status export_model(trainer *t) {
+    const settings *set = t->work->set;
+    ft_io_export how = ft_io_export_default();
+    struct stat info;
+    if (!set->export_dir) return FT_OK;
+    how.dtype = set->export_dtype ? FT_IO_BF16 : FT_IO_F32;
+    how.max_shard_bytes = set->export_shard;
+    how.max_positions = set->seq_len;
+    if (set->has_like) how.like = &set->like;
+    how.copy_from = set->init_from;
+    if (!set->init_from && set->model && stat(set->model, &info) == 0 && S_ISDIR(info.st_mode))
+        how.copy_from = set->model;
+    return ft_io_llama_export(t->ctx, t->zero, t->model, set->export_dir, &how);
+}
+
 static ft_status train_from_checkpoint(trainer *t) {
     FT_TRY(checkpoint_open(t));
     FT_TRY(log_resume(t));
+    count_traffic(t, -1);
     FT_TRY(train(t));
     if (t->work->set->resume) { /* without a step left, the set-up ends here */
         FT_TRY(ft_mem_phase_begin(t->ctx, "trained"));
@@ -1241,6 +1418,7 @@ static ft_status rank_main(ft_ctx *ctx, void *user) {
     t.work = work;
     FT_TRY(trainer_create(&t));
     if (work->eval) FT_TRY(ft_group_strided(ctx, "eval", 0, 1, ft_world(ctx), &t.world));
+    FT_TRY(load_weights(&t));
     FT_TRY(checkpoint_close(&t, train_from_checkpoint(&t)));
     FT_TRY(keep_result(&t));
     if (!work->sampler) return FT_OK;
@@ -1248,6 +1426,7 @@ static ft_status rank_main(ft_ctx *ctx, void *user) {
     if (ft_env_rank() >= 0) FT_TRY(share_results(&t));
     if (ft_rank(ctx) == 0 && work->line_open) putchar('\n');
     if (ft_rank(ctx) == 0) work->line_open = 0;
+    FT_TRY(export_model(&t));
     if (work->set->hash) {
         FT_TRY(ft_llama_hash(t.model, &hash));
         if (ft_rank(ctx) == 0) work->hash = hash;
@@ -1413,6 +1592,9 @@ typedef struct program { /* what main() opens and must close */
     settings set;
     ft_llama_config model;
     ft_io_data *data, *eval_data;
+#ifdef FT_CJSON
+    ft_io_model *source;        /* of --init-from */
+#endif
     ft_io_sampler sampler;
     ft_io_eval eval;
     int64_t *first_layer;       /* [pp V + 1] */
@@ -1522,6 +1704,52 @@ static void model_config(const settings *set, ft_llama_config *model) {
     model->o_bias = (int)set->o_bias;
     model->mlp_bias = (int)set->mlp_bias;
     model->qk_norm = (int)set->qk_norm;
+    if (!set->has_like) return;
+    model->norm_eps = set->like.norm_eps;
+    model->rope_theta = set->like.rope_theta;
+    model->rope_scaling = set->like.rope_scaling;
+    if (set->like.init_std > 0) model->init_std = set->like.init_std;
+    if (set->init_from) model->init_std = 0; /* weights come from files: none are drawn */
+}
+
+#ifdef FT_CJSON
+/* --model beside --init-from may change settings, as of RoPE, but no shape. */
+static ft_status check_source(const settings *set, const ft_llama_config *m) {
+    ft_io_hf_config c;
+    FT_TRY(ft_io_hf_config_read(set->init_from, &c));
+    if (c.vocab == m->vocab && c.hidden == m->hidden && c.layers == m->layers &&
+        c.heads == m->heads && c.kv_heads == m->kv_heads && c.head_dim == m->head_dim &&
+        c.intermediate == m->intermediate && c.tie_embeddings == m->tie_embeddings &&
+        c.qkv_bias == m->qkv_bias && c.o_bias == m->o_bias && c.mlp_bias == m->mlp_bias &&
+        c.qk_norm == m->qk_norm)
+        return FT_OK;
+    return ft_error(FT_ERR_ARG, "--init-from %s has other sizes than --model %s: %lld layers, hidden "
+                    "%lld, %lld heads (%lld kv) of %lld, feed-forward %lld, vocabulary %lld",
+                    set->init_from, set->model, (long long)c.layers, (long long)c.hidden,
+                    (long long)c.heads, (long long)c.kv_heads, (long long)c.head_dim,
+                    (long long)c.intermediate, (long long)c.vocab);
+}
+#endif
+
+/* A model to read, and whether one can be written: known before the first step. */
+static ft_status open_model(program *p) {
+    const settings *set = &p->set;
+    ft_io_hf_config config;
+    if (set->has_like)
+        FT_TRY(ft_io_hf_config_check_length(&set->like, set->model ? set->model : set->init_from,
+                                            set->seq_len));
+#ifdef FT_CJSON
+    if (set->init_from && set->model) FT_TRY(check_source(set, &p->model));
+#endif
+    if (set->device == FT_META) return FT_OK;
+    if (set->export_dir) {
+        FT_TRY(ft_io_export_check(set->export_dir));
+        FT_TRY(ft_io_llama_hf_config(&p->model, set->has_like ? &set->like : NULL, &config));
+    }
+#ifdef FT_CJSON
+    if (set->init_from) FT_TRY(ft_io_model_open(set->init_from, &p->source));
+#endif
+    return FT_OK;
 }
 
 /* The first bytes of the data start the sample. */
@@ -1682,6 +1910,7 @@ static ft_status open_inputs(program *p) {
     int64_t batch = set->dp * set->micro_batch_size;
     model_config(set, &p->model);
     FT_TRY(ft_llama_check(&p->model));
+    FT_TRY(open_model(p));
     if (batch > INT32_MAX / set->micro_batches ||
         set->micro_batch_size * set->micro_batches > INT32_MAX / set->seq_len)
         return ft_error(FT_ERR_ARG, "the batch is too large: %lld ranks x %lld sequences x %lld "
@@ -1767,6 +1996,7 @@ static void print_settings(const program *p) {
            set->lr_schedule == FT_LR_LINEAR ? "linear" : set->lr_schedule == FT_LR_COSINE ? "cosine"
            : set->lr_schedule == FT_LR_WSD ? "wsd" : "constant", (long long)set->warmup,
            set->weight_decay, set->grad_clip, (long long)set->seed);
+    if (set->init_from) printf("weights %s\n", set->init_from);
     if (p->data) print_data(p);
     if (p->data && ft_io_data_examples(p->data))
         printf("rows    %lld examples in %lld rows of %lld tokens\n",
@@ -2145,6 +2375,9 @@ static ft_status train_for_real(program *p) {
     ft_status status;
     job work = job_create(p);
     work.sampler = &p->sampler;
+#ifdef FT_CJSON
+    work.source = p->source;
+#endif
     work.steps = p->set.steps;
     work.results = p->run;
     work.log = p->log;
@@ -2190,6 +2423,8 @@ static ft_status train_for_real(program *p) {
     else printf("  NOT as planned on %d of %d ranks: please report this\n", wrong, ranks);
     printf("\nbytes sent by each rank in %lld steps\n", (long long)steps);
     FT_TRY(print_traffic(ranks, p->run));
+    if (p->set.export_dir)
+        printf("\nexported %s, %s\n", p->set.export_dir, p->set.export_dtype ? "bf16" : "fp32");
     if (p->set.hash) printf("\nhash %016llx\n", (unsigned long long)work.hash);
     if (p->set.sample) print_sample(&work);
     return FT_OK;
@@ -2199,9 +2434,10 @@ static ft_status plan_on_meta(program *p) {
     puts(p->set.eval_data.n ? "\nbytes sent by each rank in a step and a validation batch"
                             : "\nbytes sent by each rank in a step");
     FT_TRY(print_traffic(rank_count(&p->set), p->plan));
-    if (p->set.hash || p->set.sample || p->set.log_path || p->set.checkpoint_dir || p->set.resume)
+    if (p->set.hash || p->set.sample || p->set.log_path || p->set.checkpoint_dir ||
+        p->set.resume || p->set.export_dir)
         puts("\nmeta has no weights and takes no steps: nothing for --hash, --sample, --log, "
-             "--checkpoint-dir or --resume");
+             "--checkpoint-dir, --resume or --export");
     return FT_OK;
 }
 
@@ -2323,6 +2559,9 @@ static void free_program(program *p) {
     free(p->losses);
     ft_io_data_close(p->data);
     ft_io_data_close(p->eval_data);
+#ifdef FT_CJSON
+    ft_io_model_close(p->source);
+#endif
     free(p->first_layer);
     free(p->sac);
     free(p->text);

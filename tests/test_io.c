@@ -1035,11 +1035,23 @@ static void refuses_configs_by_name(void **state)
          "\"quantization_config\""},
         {LLAMA ",\"partial_rotary_factor\":0.5}", FT_ERR_UNSUPPORTED, "\"partial_rotary_factor\""},
         {LLAMA ",\"sliding_window\":128}", FT_ERR_UNSUPPORTED, "\"sliding_window\""},
-        {MISTRAL "}", FT_ERR_UNSUPPORTED, "\"sliding_window\": absent, it means a window of 4096"},
-        {MISTRAL ",\"sliding_window\":4096}", FT_ERR_UNSUPPORTED, "\"sliding_window\""},
+        {MISTRAL ",\"sliding_window\":0}", FT_ERR_DATA, "\"sliding_window\" must be an integer"},
+        {MISTRAL ",\"sliding_window\":null,\"use_sliding_window\":true}", FT_ERR_UNSUPPORTED,
+         "\"use_sliding_window\""},
         {MISTRAL ",\"sliding_window\":null,\"attention_bias\":true}", FT_ERR_UNSUPPORTED,
          "\"attention_bias\""},
-        {QWEN2 ",\"use_sliding_window\":true}", FT_ERR_UNSUPPORTED, "\"use_sliding_window\""},
+        {QWEN2 ",\"use_sliding_window\":true,\"max_window_layers\":-1}", FT_ERR_DATA,
+         "\"max_window_layers\" must be"},
+        {QWEN2 ",\"use_sliding_window\":true,\"max_window_layers\":1,"
+               "\"layer_types\":[\"sliding_attention\",\"full_attention\"]}",
+         FT_ERR_UNSUPPORTED, "\"sliding_attention\" for layer 0"},
+        {MISTRAL ",\"layer_types\":[\"full_attention\",\"full_attention\"]}", FT_ERR_UNSUPPORTED,
+         "mean sliding_attention"},
+        {LLAMA ",\"eos_token_id\":[]}", FT_ERR_DATA, "\"eos_token_id\" must be"},
+        {LLAMA ",\"eos_token_id\":[1,2,3,4,5,6,7,8,9]}", FT_ERR_DATA, "\"eos_token_id\" must be"},
+        {LLAMA ",\"eos_token_id\":[1,\"2\"]}", FT_ERR_DATA, "\"eos_token_id\" must be"},
+        {LLAMA ",\"bos_token_id\":1.5}", FT_ERR_DATA, "\"bos_token_id\" must be"},
+        {LLAMA ",\"torch_dtype\":7}", FT_ERR_DATA, "\"torch_dtype\" must be a string"},
         {QWEN2 ",\"attention_bias\":true}", FT_ERR_UNSUPPORTED, "\"attention_bias\""},
         {QWEN3 ",\"mlp_bias\":true}", FT_ERR_UNSUPPORTED, "\"mlp_bias\""},
         {QWEN3 ",\"layer_types\":[\"full_attention\",\"sliding_attention\"]}", FT_ERR_UNSUPPORTED,
@@ -1093,6 +1105,50 @@ static void refuses_configs_by_name(void **state)
         assert_error(ft_io_hf_config_parse(cases[i].text, "some/config.json", &config),
                      cases[i].status, "some/config.json", cases[i].reason);
     assert_error(ft_io_hf_config_parse(NULL, "x", &config), FT_ERR_ARG, "argument", "NULL");
+    /* Texts that end without a zero, or with too many. */
+    assert_ok(ft_io_hf_config_parse_n(LLAMA "}???", sizeof LLAMA "}" - 1, "x", &config));
+    assert_int_equal(config.vocab, 90);
+    assert_error(ft_io_hf_config_parse_n(LLAMA "}", sizeof LLAMA "}", "x", &config), FT_ERR_DATA,
+                 "x", "is zero");
+    assert_error(ft_io_hf_config_parse_n("", 0, "x", &config), FT_ERR_DATA, "x", "not JSON");
+    assert_error(ft_io_hf_config_parse_n(NULL, 0, "x", &config), FT_ERR_ARG, "argument", "NULL");
+}
+
+/* Windows in the families' own words, and what training keeps for others. */
+static void reads_windows_and_tokens(void **state)
+{
+    (void)state;
+    ft_io_hf_config c = parse_config(MISTRAL "}");
+    assert_true(c.sliding_window == 4096 && c.full_layers == 0);
+    assert_ok(ft_io_hf_config_check_length(&c, "x", 4096));
+    assert_error(ft_io_hf_config_check_length(&c, "x", 4097), FT_ERR_UNSUPPORTED, "x",
+                 "a window of 4096 tokens is not supported for sequences of 4097");
+    c = parse_config(MISTRAL ",\"sliding_window\":32,"
+                             "\"layer_types\":[\"sliding_attention\",\"sliding_attention\"]}");
+    assert_true(c.sliding_window == 32);
+    c = parse_config(MISTRAL ",\"sliding_window\":null}");
+    assert_true(c.sliding_window == 0);
+    assert_ok(ft_io_hf_config_check_length(&c, "x", INT64_MAX));
+    c = parse_config(QWEN2 ",\"sliding_window\":16}");
+    assert_true(c.sliding_window == 0);
+    c = parse_config(QWEN2 ",\"use_sliding_window\":true}"); /* from layer 28 of 2 on */
+    assert_true(c.sliding_window == 0);
+    c = parse_config(QWEN3 ",\"use_sliding_window\":true,\"max_window_layers\":1,"
+                           "\"layer_types\":[\"full_attention\",\"sliding_attention\"]}");
+    assert_true(c.sliding_window == 4096 && c.full_layers == 1);
+    c = parse_config(QWEN2 ",\"use_sliding_window\":true,\"max_window_layers\":0,"
+                           "\"sliding_window\":null}");
+    assert_true(c.sliding_window == 0);
+
+    c = parse_config(LLAMA ",\"bos_token_id\":128000,\"eos_token_id\":[128001,128008,128009],"
+                           "\"pad_token_id\":null,\"dtype\":\"float16\",\"torch_dtype\":\"x\","
+                           "\"initializer_range\":0.01}");
+    assert_true(c.bos_token == 128000 && c.pad_token == -1 && c.init_std == 0.01);
+    assert_true(c.n_eos == 3 && c.eos_tokens[0] == 128001 && c.eos_tokens[2] == 128009);
+    assert_string_equal(c.dtype, "float16");
+    c = parse_config(LLAMA ",\"eos_token_id\":2,\"pad_token_id\":-1,\"torch_dtype\":\"bfloat16\"}");
+    assert_true(c.n_eos == 1 && c.eos_tokens[0] == 2 && c.pad_token == -1 && c.bos_token == -1);
+    assert_string_equal(c.dtype, "bfloat16");
 }
 
 static void reads_the_configs_of_golden_files(void **state)
@@ -2015,6 +2071,7 @@ int main(void)
 #ifdef FT_CJSON
         TEST(reads_configs_of_every_family),
         TEST(refuses_configs_by_name),
+        TEST(reads_windows_and_tokens),
         TEST(reads_the_configs_of_golden_files),
 #endif
         TEST(reads_files_as_one_stream),

@@ -127,10 +127,58 @@ if run --help && [ ! -s "$dir/err" ]; then pass "--help succeeds"; else fail "--
 for flag in --device --dp --zero-stage --sac --prefetch --reduce-overlap --micro-batch-size \
     --micro-batches --seq-len --steps --lr --warmup --weight-decay --grad-clip --dtype --seed \
     --data --hidden --layers --heads --kv-heads --head-dim --intermediate --vocab --tie-embeddings \
-    --log --memory-json --sample --hash --help; do
+    --model --init-from --export --export-dtype --export-shard-bytes --log --memory-json --sample \
+    --hash --help; do
     if grep -q -e "^$flag\\( \\|$\\)" "$dir/out"; then pass "--help has $flag"
     else fail "--help" "no $flag"; fi
 done
+
+# ------------------------------------------------------------------- models of Hugging Face, in, out
+
+# shellcheck disable=SC2086
+{
+    model="--model tiny --seq-len 32 --micro-batch-size 4"
+    refuse "not one of tiny" $data --model no-such-model
+    refuse "fp32|bf16" $data $model --export "$dir/hf" --export-dtype fp16
+    refuse "is a file" $data $model --export "$dir/data.txt"
+    refuse "no earlier export" $data $model --export "$dir"
+    refuse "mistral has no biases" $data --model mistral-7b --hidden 32 --layers 1 --vocab 256 \
+        --intermediate 32 --seq-len 8 --qkv-bias --export "$dir/hf"
+    if run $data $model --steps 3 --export "$dir/hf" --hash && [ -s "$dir/hf/config.json" ] &&
+        [ -s "$dir/hf/model.safetensors" ]; then pass "exports"
+    else fail "exports" "no files"; fi
+    hash=$(sed -n 's/^hash //p' "$dir/out")
+    if run $data --init-from "$dir/hf" --seq-len 32 --micro-batch-size 4 --steps 1 --hash --lr 0; then
+        if [ "$(sed -n 's/^hash //p' "$dir/out")" = "$hash" ]; then pass "starts from an export"
+        else fail "starts from an export" "other weights"; fi
+        for layout in "--dp 2 --zero-stage 1" "--dp 2 --zero-stage 2 --pp 2" \
+            "--tp 2 --sp --zero-stage 3 --dp 2 --allocator arena"; do
+            run $data --init-from "$dir/hf" --seq-len 32 --micro-batch-size 4 --steps 1 --lr 0 \
+                $layout --export "$dir/again" --export-shard-bytes 200000 --hash
+            if grep -q "equal to the plan" "$dir/out" &&
+                [ "$(sed -n 's/^hash //p' "$dir/out")" = "$hash" ]; then
+                pass "starts from an export: $layout"
+            else fail "starts from an export: $layout" "other weights, or not as planned"; fi
+        done
+        run $data --init-from "$dir/again" --seq-len 32 --micro-batch-size 4 --steps 1 --lr 0 --hash
+        if [ "$(sed -n 's/^hash //p' "$dir/out")" = "$hash" ]; then pass "starts from several files"
+        else fail "starts from several files" "other weights"; fi
+        refuse "contradicts" $data --init-from "$dir/hf" --layers 3
+        refuse "other sizes" $data --init-from "$dir/hf" --model qwen2.5-0.5b
+        refuse "no-such" $data --init-from "$dir/no-such"
+        refuse "config.json" $data --model "$dir/"
+        printf '{"model_type": "mistral", "vocab_size": 256, "hidden_size": 32, "rope_theta": 1e4,
+"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 32,
+"sliding_window": 16}' >"$dir/window.json"
+        refuse "window of 16" $data --model "$dir/window.json" --seq-len 17
+        if run $data --model "$dir/window.json" --seq-len 16 --steps 1; then pass "a window as long"
+        else fail "a window as long" "exit status $?"; fi
+    elif grep -q "needs a build with cJSON" "$dir/err"; then
+        printf 'skip models of Hugging Face: no cJSON here\n'
+    else
+        fail "starts from an export" "exit status $?"
+    fi
+}
 
 # --------------------------------------------------------------------------- output, log, learning
 
