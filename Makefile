@@ -2,7 +2,8 @@
 #
 #   CC=clang          another compiler (default: cc, gcc or clang, the first that is here)
 #   CBLAS=1           the trainer's GEMMs call OpenBLAS; default 0, the built-in loops
-#   JOBS=N            compilers at a time when tests are built
+#   JOBS=N            compilers at a time when tests are built, and compile checks at a time
+#   TEST_JOBS=N       test programs at a time (default 2, where there are cores)
 #   TEST_TIMEOUT=N    seconds after which a test program is killed and counts as failed
 #   NVCC=..., GPU_ARCH="..."   for make cuda: the compiler (default nvcc), and its -gencode flags
 #   TESTS="..."       test programs by name, without directory: make test TESTS=test_io
@@ -12,6 +13,7 @@ CC := $(or $(shell for c in cc gcc clang; do command -v $$c >/dev/null && echo $
     cc)
 endif
 JOBS ?= $(or $(shell nproc 2>/dev/null),2)
+TEST_JOBS ?= $(if $(filter 1,$(JOBS)),1,2)
 TEST_TIMEOUT ?= 600
 CBLAS ?= 0
 
@@ -61,14 +63,11 @@ native = $(shell for flag in -march=native -mcpu=native; do \
     $(CC) $$flag -c build/compiler.c -o build/compiler.o >/dev/null 2>&1 && echo $$flag && break; \
     done)
 
-ifeq ($(CBLAS),1)
-TRAINER_FEATURES = $(shell sh tools/features.sh $(CC) | sed -n "s/^FT_CFLAGS='\(.*\)'/\1/p")
-TRAINER_LIBS = $(shell sh tools/features.sh $(CC) | sed -n "s/^FT_LIBS='\(.*\)'/\1/p")
-endif
-
-build/train_llama: examples/train_llama.c $(HEADERS) | compiler ## the single-file trainer
-	$(strip $(CC) -std=c11 -I. -O3 $(native) $(TRAINER_FEATURES) $< -o $@ $(TRAINER_LIBS) \
-	    $(SYSTEM_LIBS))
+# With cJSON and xxHash where this machine has them, and OpenBLAS if asked.
+trainer_features = FT_$(if $(filter 1,$(CBLAS)),,PLAIN_)
+build/train_llama: examples/train_llama.c $(HEADERS) build/features ## the single-file trainer
+	@. build/features; set -x; $(strip $(CC) -std=c11 -I. -O3 $(native) \
+	    $$$(trainer_features)CFLAGS $< -o $@ $$$(trainer_features)LIBS $(SYSTEM_LIBS))
 
 # The trainer for GPUs: machine code for Ampere and Hopper, and PTX that the driver compiles for others.
 NVCC ?= nvcc
@@ -87,9 +86,9 @@ build/femtotron_kernels.o: femtotron_kernels.cu femtotron.h
 # With NCCL where its header is.
 nccl = $(shell echo '\#include <nccl.h>' | $(NVCC) -E -x cu - >/dev/null 2>&1 && echo -DFT_NCCL -lnccl)
 
-build/train_llama_cuda: examples/train_llama.c build/femtotron_kernels.o $(HEADERS)
-	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt \
-	    $(nccl))
+build/train_llama_cuda: examples/train_llama.c build/femtotron_kernels.o $(HEADERS) build/features
+	@. build/features; set -x; $(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $$FT_PLAIN_CFLAGS \
+	    $< build/femtotron_kernels.o -o $@ $$FT_PLAIN_LIBS -lcublasLt $(nccl))
 
 build/memory_tables_cuda: examples/memory_tables.c examples/train_llama.c \
     build/femtotron_kernels.o $(HEADERS)
@@ -148,42 +147,62 @@ build/bench_step: tests/bench_step.c $(HEADERS) $(TEST_HEADERS) build/features
 # What this machine has of CBLAS, cJSON and xxHash; touched only when that changes.
 .PHONY: force
 build/features: force | compiler
-	@sh tools/features.sh "$(CC)" > $@.new
-	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+	@new=$@.$$$$; sh tools/features.sh "$(CC)" > $$new; \
+	if cmp -s $$new $@; then rm $$new; else mv $$new $@; fi
 
-# How a test is built: its own file brings in the implementation of every header it uses.
+# How a test is built. Its own file brings in the implementation of every header it uses; where that
+# names FT_TEST_LINKED, it can leave this to an archive, which all such tests share.
+LINKED_TESTS := $(basename $(notdir $(shell grep -l FT_TEST_LINKED tests/test_*.c)))
 TEST_SOURCE = $(filter tests/%.c,$^)
+TEST_ARCHIVE = $(filter %.a,$^)
+compile_test = $(CC) $(C_FLAGS) -O2 -g1 $(1)
 build_test = rm -f $@; . build/features; set -x; \
-    $(CC) $(C_FLAGS) -O2 -g $(1) $(TEST_SOURCE) -o $@ $(2) -lcmocka $(SYSTEM_LIBS)
+    $(call compile_test,$(1)) $(if $(TEST_ARCHIVE),-DFT_TEST_LINKED) $(TEST_SOURCE) -o $@ \
+    $(TEST_ARCHIVE) $(2) -lcmocka $(SYSTEM_LIBS)
 
-build/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features ## one test program
-	@$(call build_test,$$FT_CFLAGS,$$FT_LIBS)
+# The archive's parts: a header's implementation each, so that a test may bring its own of a header.
+LIBRARY := femtotron femtotron_zero femtotron_tp femtotron_pp femtotron_llama femtotron_io
+PART = $(or $(shell echo '$*' | sed 's/^femtotron_*//' | tr '[:lower:]' '[:upper:]'),CORE)
+build_part = . build/features; set -x; \
+    $(call compile_test,-DFEMTOTRON_$(PART)_IMPLEMENTATION $(1)) \
+    $(patsubst %,-include %.h,$(LIBRARY)) -x c -c /dev/null -o $@
 
-# The same without CBLAS: the built-in loops.
-build/plain/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
-	@mkdir -p $(@D)
-	@$(call build_test,$$FT_PLAIN_CFLAGS,$$FT_PLAIN_LIBS)
-
-# Sanitizers too see the built-in loops: OpenBLAS is not instrumented.
+# Plain: without CBLAS, the built-in loops. Sanitizers too see those: OpenBLAS is not instrumented.
 # They make gcc see truncations and uninitialised values that are none: warnings stay warnings.
 SANITIZE := -Wno-error -fno-omit-frame-pointer -O1
 ASAN := $(SANITIZE) -fsanitize=address,undefined -fno-sanitize-recover=all
 TSAN := $(SANITIZE) -fsanitize=thread
-build/asan/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
-	@mkdir -p $(@D)
-	@$(call build_test,$(ASAN) $$FT_PLAIN_CFLAGS,$$FT_PLAIN_LIBS)
 
-build/tsan/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
-	@mkdir -p $(@D)
-	@$(call build_test,$(TSAN) $$FT_PLAIN_CFLAGS,$$FT_PLAIN_LIBS)
+# test_rules DIRECTORY,FLAGS,LIBS: programs and parts of one kind.
+define test_rules
+$(addprefix $(1)/,$(LINKED_TESTS)): $(1)/lib/libfemtotron.a
+
+$(1)/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
+	@mkdir -p $$(@D)
+	@$$(call build_test,$(2),$(3))
+
+$(1)/lib/%.o: $(HEADERS) build/features
+	@mkdir -p $$(@D)
+	@$$(call build_part,$(2))
+
+$(1)/lib/libfemtotron.a: $(addprefix $(1)/lib/,$(addsuffix .o,$(LIBRARY)))
+	@rm -f $$@; ar rcs $$@ $$^
+endef
+
+build/test_%: ## one test program
+$(eval $(call test_rules,build,$$$$FT_CFLAGS,$$$$FT_LIBS))
+$(eval $(call test_rules,build/plain,$$$$FT_PLAIN_CFLAGS,$$$$FT_PLAIN_LIBS))
+$(eval $(call test_rules,build/asan,$$(ASAN) $$$$FT_PLAIN_CFLAGS,$$$$FT_PLAIN_LIBS))
+$(eval $(call test_rules,build/tsan,$$(TSAN) $$$$FT_PLAIN_CFLAGS,$$$$FT_PLAIN_LIBS))
 
 # Tests that include a program.
 $(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_memory_tables $(dir)/test_arena): \
     examples/memory_tables.c examples/train_llama.c
 
-build/asan/train_llama: examples/train_llama.c $(HEADERS) | compiler
+build/asan/train_llama: examples/train_llama.c $(HEADERS) build/features
 	@mkdir -p $(@D)
-	$(CC) $(C_FLAGS) -g $(ASAN) $< -o $@ $(SYSTEM_LIBS)
+	@. build/features; set -x; $(CC) $(C_FLAGS) -g1 $(ASAN) $$FT_PLAIN_CFLAGS $< -o $@ \
+	    $$FT_PLAIN_LIBS $(SYSTEM_LIBS)
 
 PLAIN_TESTS := $(filter test_ops test_golden,$(TESTS))
 # Tests in which ranks talk to each other: the ones that run again with delays and under TSan.
@@ -196,7 +215,9 @@ TSAN_TESTS ?= $(filter test_comm test_tp test_data test_3d test_arena,$(TESTS))
 # Tests that run again with the caching allocator: all that launch ranks.
 CACHING_TESTS ?= $(filter-out test_io test_data test_pp_schedule test_memory_tables test_arena,$(TESTS))
 
-RUN_TESTS = sh tools/run_tests.sh -t $(TEST_TIMEOUT)
+# Those that measure time, or in which short timeouts must not run out by chance, run alone.
+ALONE := test_failure test_memory_tables test_memplan.sh test_trainer.sh
+RUN_TESTS = sh tools/run_tests.sh -t $(TEST_TIMEOUT) -j $(TEST_JOBS) -a "$(ALONE)"
 
 .PHONY: deps
 deps: ## install what the tests need (root and apt-get), or name it
@@ -214,8 +235,8 @@ examples: | compiler ## build and run the ladder of examples, each against the o
 	@CC="$(CC)" sh tests/test_examples.sh
 
 .PHONY: test_programs asan_programs tsan_programs
-test_programs: $(addprefix build/,$(TESTS)) $(addprefix build/plain/,$(PLAIN_TESTS)) \
-    build/train_llama
+test_programs: build/train_llama build/memplan $(addprefix build/,$(TESTS)) \
+    $(addprefix build/plain/,$(PLAIN_TESTS))
 asan_programs: $(addprefix build/asan/,$(ASAN_TESTS))
 tsan_programs: $(addprefix build/tsan/,$(TSAN_TESTS))
 
@@ -248,7 +269,7 @@ tsan: ## multi-rank tests under ThreadSanitizer, streams as threads
 
 .PHONY: check
 check: | compiler ## compile checks: every header, C11 and C++17, gcc, clang, nvcc
-	@sh tests/compile/check.sh
+	@JOBS=$(JOBS) sh tests/compile/check.sh
 
 .PHONY: clean
 clean: ## remove build/
