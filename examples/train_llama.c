@@ -46,6 +46,7 @@ enum { EXIT_USAGE = 2 };
 /* -------------------------------------------------------------------------------------- options */
 
 typedef struct paths { const char *const *path; int n; } paths;
+typedef struct kept { struct kept *next; } kept; /* memory that settings point to, the newest first */
 
 typedef struct settings {
     int64_t device; /* ft_device; DEVICE_AUTO until it is resolved */
@@ -71,6 +72,9 @@ typedef struct settings {
     int64_t eval_every;
     const char *log_path, *memory_json_path, *report_path, *trace_path, *gemm_table;
     int64_t sample, hash, verbose, help;
+    const char *config_path;
+    int64_t print_config;
+    kept *blocks;          /* what --config brought; free_settings() */
 } settings;
 
 enum { DEVICE_AUTO = 3 }; /* the words before it are the ft_device of the same value */
@@ -232,6 +236,12 @@ static const option options[] = {
      "print a hash of all fp32 weights, the same for every layout"},
     {"--verbose", TAKES_NONE, "", AT(verbose), 0, 0, NULL,
      "print the mesh, each stage's layers and a drawing of the schedule"},
+    {"--config", TAKES_PATH, "FILE.json", AT(config_path), 0, 0, NULL,
+     "flags from a JSON object: names without --, numbers, true or false, strings, for lists\n"
+     "of files arrays of strings. Flags on the command line win over the file. Names of files\n"
+     "in it are relative to the working directory"},
+    {"--print-config", TAKES_NONE, "", AT(print_config), 0, 0, NULL,
+     "print all settings, defaults too, as such a file, and exit"},
     {"--help", TAKES_NONE, "", AT(help), 0, 0, NULL, "print this and exit"},
 };
 
@@ -370,21 +380,294 @@ static int parse_option(const option *opt, int argc, char **argv, int *next, set
     return 1;
 }
 
-static int parse_options(int argc, char **argv, settings *set) {
+static const option *find_option(const char *name) {
+    int i = 0;
+    while (i < OPTION_COUNT && strcmp(options[i].name, name) != 0) i++;
+    return i < OPTION_COUNT ? &options[i] : NULL;
+}
+
+static int parse_flags(int argc, char **argv, settings *set) {
     int given[OPTION_COUNT];
-    int next = 1, i;
-    memset(set, 0, sizeof *set);
+    int next = 1;
     memset(given, 0, sizeof given);
-    for (i = 0; i < OPTION_COUNT; i++)
-        if (options[i].initial && !parse_value(&options[i], options[i].initial, set)) return 0;
     while (next < argc) {
         const char *word = argv[next++];
-        for (i = 0; i < OPTION_COUNT && strcmp(options[i].name, word) != 0;) i++;
-        if (i == OPTION_COUNT) return bad("%s: unknown flag", word);
-        if (given[i]++) return bad("%s is given twice", word);
-        if (!parse_option(&options[i], argc, argv, &next, set)) return 0;
+        const option *opt = find_option(word);
+        if (!opt) return bad("%s: unknown flag", word);
+        if (given[opt - options]++) return bad("%s is given twice", word);
+        if (!parse_option(opt, argc, argv, &next, set)) return 0;
     }
     return 1;
+}
+
+static int set_defaults(settings *set) {
+    int i;
+    memset(set, 0, sizeof *set);
+    for (i = 0; i < OPTION_COUNT; i++)
+        if (options[i].initial && !parse_value(&options[i], options[i].initial, set)) return 0;
+    return 1;
+}
+
+static void free_settings(settings *set) {
+    while (set->blocks) {
+        kept *next = set->blocks->next;
+        free(set->blocks);
+        set->blocks = next;
+    }
+}
+
+/* ------------------------------------------------------------------------------ options in a file */
+
+/* From here on JSON's readers may round whole numbers; in a file they are strings. */
+#define EXACT_INT ((int64_t)1 << 53)
+
+static int is_boolean(const option *opt) {
+    return opt->kind == TAKES_NONE || opt->kind == TAKES_SWITCH ||
+           (opt->kind == TAKES_WORD && strcmp(opt->value, "0|1") == 0);
+}
+
+/* What would make no sense in a file. */
+static int stays_outside(const option *opt) {
+    return opt->offset == AT(config_path) || opt->offset == AT(print_config) ||
+           opt->offset == AT(help);
+}
+
+#ifdef FT_CJSON
+
+static void *keep(settings *set, size_t bytes) {
+    kept *block = (kept *)malloc(sizeof *block + bytes);
+    if (!block) {
+        bad("no memory for %zu bytes of --config", bytes);
+        return NULL;
+    }
+    block->next = set->blocks;
+    set->blocks = block;
+    return block + 1;
+}
+
+static const char *keep_text(settings *set, const char *text) {
+    size_t bytes = strlen(text) + 1;
+    void *copy = keep(set, bytes);
+    return copy ? (const char *)memcpy(copy, text, bytes) : NULL;
+}
+
+/* The whole file; NULL, after a message, if it cannot be read or is no text. */
+static char *read_config_text(settings *set, const char *path) {
+    enum { MOST = 1 << 20 };
+    FILE *file = fopen(path, "rb");
+    char *text = file ? (char *)keep(set, MOST + 1) : NULL;
+    size_t n;
+    int failed;
+    if (!file) bad("--config %s: %s", path, strerror(errno));
+    if (!text) {
+        if (file) fclose(file);
+        return NULL;
+    }
+    n = fread(text, 1, MOST + 1, file);
+    failed = ferror(file) ? errno : 0;
+    fclose(file);
+    if (failed) return bad("--config %s: %s", path, strerror(failed)) ? text : NULL;
+    if (n > MOST) return bad("--config %s: more than %d bytes", path, MOST) ? text : NULL;
+    text[n] = '\0';
+    if (strlen(text) != n || strstr(text, "\\u0000"))
+        return bad("--config %s: a zero byte is no part of a name", path) ? text : NULL;
+    return text;
+}
+
+/* The names of files in an array, which replace the list. */
+static int config_paths(const option *opt, const cJSON *item, settings *set) {
+    paths *list = (paths *)(void *)((char *)set + opt->offset);
+    const cJSON *child;
+    int n = 0;
+    for (child = item->child; child; child = child->next, n++)
+        if (!cJSON_IsString(child)) break;
+    if (!cJSON_IsArray(item) || child || n == 0)
+        return bad("%s must be an array of strings", opt->name);
+    const char **path = (const char **)keep(set, (size_t)n * sizeof *path);
+    if (!path) return 0;
+    list->path = path;
+    list->n = n;
+    for (child = item->child; child; child = child->next)
+        if (!(*path++ = keep_text(set, child->valuestring))) return 0;
+    return 1;
+}
+
+/* A number goes the way of the flag's text. */
+static int config_number(const option *opt, const cJSON *item, settings *set) {
+    double x = item->valuedouble;
+    char text[40];
+    if (opt->kind != TAKES_REAL && (x >= (double)EXACT_INT || x <= -(double)EXACT_INT))
+        return bad("%s %.17g: from 2^53 on, a whole number must be a string here", opt->name, x);
+    snprintf(text, sizeof text, "%.17g", x);
+    return parse_value(opt, text, set);
+}
+
+static int config_string(const option *opt, const cJSON *item, settings *set) {
+    const char *text = keep_text(set, item->valuestring);
+    if (!text || !parse_value(opt, text, set)) return 0;
+    if (opt->kind != TAKES_INT || *int_field(set, opt->offset) >= EXACT_INT) return 1;
+    return bad("%s must be a number", opt->name);
+}
+
+static int config_value(const option *opt, const cJSON *item, settings *set) {
+    int number = cJSON_IsNumber(item), string = cJSON_IsString(item);
+    if (is_boolean(opt)) {
+        if (!cJSON_IsBool(item)) return bad("%s must be true or false", opt->name);
+        *int_field(set, opt->offset) = cJSON_IsTrue(item) != 0;
+        return 1;
+    }
+    switch (opt->kind) {
+    case TAKES_PATHS: return config_paths(opt, item, set);
+    case TAKES_REAL:
+        return number ? config_number(opt, item, set) : bad("%s must be a number", opt->name);
+    case TAKES_INT:
+    case TAKES_BYTES:
+        if (number) return config_number(opt, item, set);
+        if (string) return config_string(opt, item, set);
+        return bad("%s must be a number", opt->name);
+    default:
+        return string ? config_string(opt, item, set) : bad("%s must be a string", opt->name);
+    }
+}
+
+/* Messages call the option by the file and the key. */
+static int config_key(const char *path, const cJSON *item, int *given, settings *set) {
+    char flag[64], *name;
+    const option *opt;
+    option named;
+    size_t bytes = strlen(path) + strlen(item->string) + 8;
+    snprintf(flag, sizeof flag, "--%s", item->string);
+    opt = strlen(item->string) < sizeof flag - 2 ? find_option(flag) : NULL;
+    if (!opt) return bad("%s: \"%s\": unknown key", path, item->string);
+    if (stays_outside(opt)) return bad("%s: \"%s\" cannot stand in a file", path, item->string);
+    if (given[opt - options]++) return bad("%s: \"%s\" is there twice", path, item->string);
+    name = (char *)keep(set, bytes);
+    if (!name) return 0;
+    snprintf(name, bytes, "%s: \"%s\":", path, item->string);
+    named = *opt;
+    named.name = name;
+    return config_value(&named, item, set);
+}
+
+static int read_config(const char *path, settings *set) {
+    int given[OPTION_COUNT];
+    const char *text = read_config_text(set, path), *end = NULL;
+    const cJSON *item;
+    cJSON *root;
+    int ok = 1;
+    if (!text) return 0;
+    memset(given, 0, sizeof given);
+    root = cJSON_ParseWithOpts(text, &end, 1);
+    if (!root) return bad("--config %s: not JSON, at byte %lld", path,
+                          end ? (long long)(end - text) : 0LL);
+    if (!cJSON_IsObject(root)) ok = bad("--config %s: not a JSON object", path);
+    for (item = root->child; ok && item; item = item->next)
+        ok = config_key(path, item, given, set);
+    cJSON_Delete(root);
+    return ok;
+}
+
+#else
+
+static int read_config(const char *path, settings *set) {
+    (void)set;
+    return bad("--config %s: this program was built without cJSON; install it (libcjson-dev) and "
+               "build with -DFT_CJSON ... -lcjson, as make build/train_llama does", path);
+}
+
+#endif /* FT_CJSON */
+
+/* Defaults, then the file, then the command line: what comes later wins. */
+static int parse_options(int argc, char **argv, settings *set) {
+    const char *path;
+    if (!set_defaults(set) || !parse_flags(argc, argv, set)) return 0;
+    if (!(path = set->config_path)) return 1;
+    return set_defaults(set) && read_config(path, set) && parse_flags(argc, argv, set);
+}
+
+static void print_json_text(const char *text, size_t n) {
+    size_t i;
+    putchar('"');
+    for (i = 0; i < n; i++) {
+        unsigned char c = (unsigned char)text[i];
+        if (c < 32) printf("\\u%04x", c);
+        else printf("%s%c", c == '"' || c == '\\' ? "\\" : "", c);
+    }
+    putchar('"');
+}
+
+/* The fewest digits that are read as the same number. */
+static void print_real(double value) {
+    char text[40];
+    int digits = 6;
+    do snprintf(text, sizeof text, "%.*g", digits, value);
+    while (strtod(text, NULL) != value && ++digits < 18);
+    fputs(text, stdout);
+}
+
+static void print_whole(int64_t value) {
+    printf(value >= EXACT_INT ? "\"%lld\"" : "%lld", (long long)value);
+}
+
+static void print_word(const char *words, int64_t index) {
+    while (index-- > 0) words += strcspn(words, "|") + 1;
+    print_json_text(words, strcspn(words, "|"));
+}
+
+static void print_paths(const paths *list) {
+    int i;
+    for (i = 0; i < list->n; i++) {
+        fputs(i ? ", " : "[", stdout);
+        print_json_text(list->path[i], strlen(list->path[i]));
+    }
+    putchar(']');
+}
+
+/* Nothing was given, and no value says so. */
+static int is_unset(const option *opt, const settings *set) {
+    const char *field = (const char *)set + opt->offset;
+    switch (opt->kind) {
+    case TAKES_INT: return !opt->initial && *(const int64_t *)(const void *)field == 0;
+    case TAKES_BYTES: return *(const int64_t *)(const void *)field == 0;
+    case TAKES_PATH:
+    case TAKES_TEXT: return *(const char *const *)(const void *)field == NULL;
+    case TAKES_PATHS: return ((const paths *)(const void *)field)->n == 0;
+    default: return 0;
+    }
+}
+
+static void print_setting(const option *opt, const settings *set) {
+    const char *field = (const char *)set + opt->offset;
+    const int64_t *whole = (const int64_t *)(const void *)field;
+    if (is_boolean(opt)) fputs(*whole ? "true" : "false", stdout);
+    else switch (opt->kind) {
+    case TAKES_REAL: print_real(*(const double *)(const void *)field); break;
+    case TAKES_WORD: print_word(opt->value, *whole); break;
+    case TAKES_SAC:
+        if (*whole != SAC_BUDGET) print_word(opt->value, *whole);
+        else printf("\"budget=%lld\"", (long long)set->sac_budget_bytes);
+        break;
+    case TAKES_PATHS: print_paths((const paths *)(const void *)field); break;
+    case TAKES_PATH:
+    case TAKES_TEXT: {
+        const char *text = *(const char *const *)(const void *)field;
+        print_json_text(text, strlen(text));
+        break;
+    }
+    default: print_whole(*whole);
+    }
+}
+
+static void print_config(const settings *set) {
+    const char *before = "{";
+    int i;
+    for (i = 0; i < OPTION_COUNT; i++) {
+        if (stays_outside(&options[i]) || is_unset(&options[i], set)) continue;
+        printf("%s\n  \"%s\": ", before, options[i].name + 2);
+        print_setting(&options[i], set);
+        before = ",";
+    }
+    puts("\n}");
 }
 
 static void print_help(void) {
@@ -1868,6 +2151,7 @@ static void free_program(program *p) {
     free(p->plan);
     free(p->run);
     ft_mem_plan_free(p->mem_plan);
+    free_settings(&p->set);
 }
 
 /* Closes everything; an error of closing counts unless there was one before. */
@@ -1921,15 +2205,21 @@ int TRAIN_LLAMA_MAIN(int argc, char **argv) {
     /* Of the processes of a launcher one speaks; the errors of all are heard. */
     if (ft_env_rank() > 0 && !freopen("/dev/null", "w", stdout)) return EXIT_FAILURE;
     memset(&p, 0, sizeof p);
-    if (!parse_options(argc, argv, &p.set)) return EXIT_USAGE;
+    if (!parse_options(argc, argv, &p.set)) {
+        free_settings(&p.set);
+        return EXIT_USAGE;
+    }
     p.argc = argc;
     p.argv = argv;
-    if (p.set.help) {
-        print_help();
+    if (p.set.help || p.set.print_config) {
+        if (p.set.help) print_help();
+        else print_config(&p.set);
+        free_settings(&p.set);
         return output_written() ? EXIT_SUCCESS : EXIT_FAILURE;
     }
     if (p.set.device != FT_META && p.set.data.n == 0) {
         bad("--data is missing: training needs files");
+        free_settings(&p.set);
         return EXIT_USAGE;
     }
     ft_status status = close_program(&p, run_program(&p));
