@@ -165,7 +165,8 @@ LIBRARY := femtotron femtotron_zero femtotron_tp femtotron_pp femtotron_llama fe
 PART = $(or $(shell echo '$*' | sed 's/^femtotron_*//' | tr '[:lower:]' '[:upper:]'),CORE)
 build_part = . build/features; set -x; \
     $(call compile_test,-DFEMTOTRON_$(PART)_IMPLEMENTATION $(1)) \
-    $(patsubst %,-include %.h,$(LIBRARY)) -x c -c /dev/null -o $@
+    $(addprefix -include ,$(call bases,$*) $*.h) -x c -c /dev/null -o $@
+bases = femtotron.h $(if $(filter femtotron_llama,$(1)),femtotron_zero.h femtotron_tp.h)
 
 # Plain: without CBLAS, the built-in loops. Sanitizers too see those: OpenBLAS is not instrumented.
 # They make gcc see truncations and uninitialised values that are none: warnings stay warnings.
@@ -181,7 +182,8 @@ $(1)/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
 	@mkdir -p $$(@D)
 	@$$(call build_test,$(2),$(3))
 
-$(1)/lib/%.o: $(HEADERS) build/features
+$(1)/lib/femtotron_llama.o: $(call bases,femtotron_llama)
+$(1)/lib/%.o: %.h femtotron.h build/features
 	@mkdir -p $$(@D)
 	@$$(call build_part,$(2))
 

@@ -72,7 +72,7 @@ typedef struct settings {
     int64_t eval_every;
     const char *log_path, *memory_json_path, *report_path, *trace_path, *gemm_table;
     int64_t sample, hash, verbose, help;
-    const char *config_path;
+    const char *tensorboard, *config_path;
     int64_t print_config;
     kept *blocks;          /* what --config brought; free_settings() */
 } settings;
@@ -222,7 +222,12 @@ static const option options[] = {
      "RMSNorm of each query and key head (Qwen3)"},
     {"--log", TAKES_PATH, "FILE", AT(log_path), 0, 0, NULL,
      "one JSON object a step: step, loss, grad_norm, lr, tokens (so far),\n"
-     "tokens_per_s, peak_bytes (of rank 0)"},
+     "tokens_per_s, peak_bytes (of rank 0), step_s, elapsed_s, wall_time (seconds since\n"
+     "1970), skipped (updates, so far), on a known GPU mfu; and one a validation: step,\n"
+     "eval_loss, elapsed_s, wall_time"},
+    {"--tensorboard", TAKES_PATH, "DIR", AT(tensorboard), 0, 0, NULL,
+     "a new event file for TensorBoard in this directory: loss, grad_norm, lr,\n"
+     "tokens_per_s, peak_bytes, on a known GPU mfu, and eval_loss"},
     {"--memory-json", TAKES_PATH, "FILE", AT(memory_json_path), 0, 0, NULL,
      "every rank's peak bytes, and by tag at that moment, as JSON"},
     {"--report", TAKES_PATH, "FILE", AT(report_path), 0, 0, NULL,
@@ -717,6 +722,7 @@ typedef struct job {
     ft_mem_plan *mem_plan;        /* records the plan, places the run; NULL without an arena */
     rank_result *results;         /* [R] */
     ft_io_log *log;
+    ft_io_tb *tb;
     int live;                     /* progress as one line that is written over */
     int quiet;                    /* no line for a step or a validation */
     int32_t *text;                /* [prompt + N]: the prompt, then what the model appends */
@@ -725,7 +731,7 @@ typedef struct job {
     double peak_flops;            /* of the GPUs in use, a second; 0: not known */
     int line_open;                /* the live line is not ended yet */
     ft_zero_report report;
-    double first_loss, eval_loss, seconds;
+    double first_loss, eval_loss, begin, seconds; /* begin: of training, by now_s() */
     uint64_t hash;
 } job;
 
@@ -749,6 +755,12 @@ typedef struct trainer { /* what a rank has */
 static double now_s(void) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+static double wall_time(void) { /* seconds since 1970 */
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
@@ -956,13 +968,60 @@ static void print_bar(const job *work, int64_t step) {
 }
 
 /* Model FLOPs utilisation (Chowdhery et al. 2022, appendix B): the step's forward and backward over
-   what the chips could do; "" on the CPU, ? for a chip that the table does not know. */
-static const char *utilisation(const job *work, double seconds, char text[32]) {
+   what the chips could do; 0 where that is not known. */
+static double utilisation(const job *work, double seconds) {
+    if (work->set->device != FT_GPU || work->peak_flops <= 0 || seconds <= 0) return 0;
+    return work->step_flops / seconds / work->peak_flops;
+}
+
+/* "" on the CPU, ? for a chip that the table does not know. */
+static const char *utilisation_text(const job *work, double mfu, char text[32]) {
     text[0] = '\0';
     if (work->set->device != FT_GPU) return text;
-    if (work->peak_flops <= 0 || seconds <= 0) snprintf(text, 32, " | MFU ?");
-    else snprintf(text, 32, " | MFU %.1f%%", 100 * work->step_flops / seconds / work->peak_flops);
+    if (mfu <= 0) snprintf(text, 32, " | MFU ?");
+    else snprintf(text, 32, " | MFU %.1f%%", 100 * mfu);
     return text;
+}
+
+/* A row of the log, and the same figures as an event each. */
+static ft_status log_step(job *work, int64_t step, double lr, double seconds, double rate,
+                          size_t peak_bytes) {
+    double wall = wall_time(), mfu = utilisation(work, seconds);
+    ft_io_log *log = work->log;
+    ft_io_tb *tb = work->tb;
+    ft_io_log_begin(log);
+    ft_io_log_int(log, "step", step);
+    ft_io_log_float(log, "loss", work->report.loss);
+    ft_io_log_float(log, "grad_norm", work->report.grad_norm);
+    ft_io_log_float(log, "lr", lr);
+    ft_io_log_int(log, "tokens", step * tokens_of_step(work->set));
+    ft_io_log_float(log, "tokens_per_s", rate);
+    ft_io_log_int(log, "peak_bytes", (int64_t)peak_bytes);
+    ft_io_log_float(log, "step_s", seconds);
+    ft_io_log_float(log, "elapsed_s", now_s() - work->begin);
+    ft_io_log_double(log, "wall_time", wall);
+    ft_io_log_int(log, "skipped", work->report.skipped);
+    if (mfu > 0) ft_io_log_float(log, "mfu", mfu);
+    ft_io_tb_scalar(tb, "loss", step, wall, work->report.loss);
+    ft_io_tb_scalar(tb, "grad_norm", step, wall, work->report.grad_norm);
+    ft_io_tb_scalar(tb, "lr", step, wall, lr);
+    ft_io_tb_scalar(tb, "tokens_per_s", step, wall, rate);
+    ft_io_tb_scalar(tb, "peak_bytes", step, wall, (double)peak_bytes);
+    if (mfu > 0) ft_io_tb_scalar(tb, "mfu", step, wall, mfu);
+    FT_TRY(ft_io_log_end(log));
+    return ft_io_tb_flush(tb);
+}
+
+static ft_status log_eval(job *work, int64_t step, double loss) {
+    double wall = wall_time();
+    ft_io_log_begin(work->log);
+    ft_io_log_int(work->log, "step", step);
+    ft_io_log_float(work->log, "eval_loss", loss);
+    ft_io_log_float(work->log, "elapsed_s", now_s() - work->begin);
+    ft_io_log_double(work->log, "wall_time", wall);
+    ft_io_tb_scalar(work->tb, "eval_loss", step, wall, loss);
+    FT_TRY(ft_io_log_end(work->log));
+    return ft_io_tb_flush(work->tb);
 }
 
 static ft_status report_step(job *work, const trainer *t, int64_t step, double lr, double seconds) {
@@ -976,20 +1035,11 @@ static ft_status report_step(job *work, const trainer *t, int64_t step, double l
     if (!work->quiet)
         printf("step %lld/%lld | loss %.4f | norm %.4f | lr %.3g | %.0f tok/s%s | peak %.2f MiB%s",
                (long long)step, (long long)work->steps, work->report.loss, work->report.grad_norm,
-               lr, rate, utilisation(work, seconds, text), mib(memory.peak_bytes),
-               work->live ? " " : "\n");
+               lr, rate, utilisation_text(work, utilisation(work, seconds), text),
+               mib(memory.peak_bytes), work->live ? " " : "\n");
     work->line_open = work->live;
     fflush(stdout);
-    if (!work->log) return FT_OK;
-    ft_io_log_begin(work->log);
-    ft_io_log_int(work->log, "step", step);
-    ft_io_log_float(work->log, "loss", work->report.loss);
-    ft_io_log_float(work->log, "grad_norm", work->report.grad_norm);
-    ft_io_log_float(work->log, "lr", lr);
-    ft_io_log_int(work->log, "tokens", step * tokens);
-    ft_io_log_float(work->log, "tokens_per_s", rate);
-    ft_io_log_int(work->log, "peak_bytes", (int64_t)memory.peak_bytes);
-    return ft_io_log_end(work->log);
+    return log_step(work, step, lr, seconds, rate, memory.peak_bytes);
 }
 
 static ft_status report_eval(job *work, int64_t step, double loss) {
@@ -999,11 +1049,7 @@ static ft_status report_eval(job *work, int64_t step, double loss) {
     if (!work->quiet)
         printf("step %lld/%lld | validation loss %.4f\n", (long long)step, (long long)work->steps,
                loss);
-    if (!work->log) return FT_OK;
-    ft_io_log_begin(work->log);
-    ft_io_log_int(work->log, "step", step);
-    ft_io_log_float(work->log, "eval_loss", loss);
-    return ft_io_log_end(work->log);
+    return log_eval(work, step, loss);
 }
 
 static ft_status maybe_evaluate(trainer *t, int64_t step) {
@@ -1021,6 +1067,7 @@ static ft_status train(trainer *t) {
     ft_lr schedule = learning_rate(work->set);
     double begin = now_s();
     int64_t step;
+    if (ft_rank(t->ctx) == 0) work->begin = begin;
     for (step = 0; step < work->steps; step++) {
         double lr = ft_lr_at(&schedule, step), step_begin = now_s();
         ft_zero_report report;
@@ -1365,6 +1412,7 @@ typedef struct program { /* what main() opens and must close */
     char **argv;
     ft_mem_plan *mem_plan;
     ft_io_log *log;
+    ft_io_tb *tb;
     ft_io_json *memory_json;
     double peak_flops;          /* of the GPUs in use; 0: not known, or none */
     int line_open;              /* a live line is to be ended before an error is printed */
@@ -1602,6 +1650,8 @@ static ft_status open_inputs(program *p) {
     FT_TRY(check_outputs(set));
     if (set->log_path && set->device != FT_META && ft_env_rank() <= 0)
         FT_TRY(ft_io_log_open(set->log_path, 0, &p->log));
+    if (set->tensorboard && set->device != FT_META && ft_env_rank() <= 0)
+        FT_TRY(ft_io_tb_open(set->tensorboard, wall_time(), &p->tb));
     p->sac = (ft_sac *)calloc((size_t)set->layers, sizeof *p->sac);
     p->plan = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->plan);
     p->run = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->run);
@@ -2003,6 +2053,7 @@ static ft_status train_for_real(program *p) {
     work.steps = p->set.steps;
     work.results = p->run;
     work.log = p->log;
+    work.tb = p->tb;
     work.records = p->records;
     work.losses = p->losses;
     work.text = p->text;
@@ -2039,8 +2090,9 @@ static ft_status plan_on_meta(program *p) {
     puts(p->set.eval_data.n ? "\nbytes sent by each rank in a step and a validation batch"
                             : "\nbytes sent by each rank in a step");
     FT_TRY(print_traffic(rank_count(&p->set), p->plan));
-    if (p->set.hash || p->set.sample || p->set.log_path)
-        puts("\nmeta has no weights and takes no steps: nothing for --hash, --sample or --log");
+    if (p->set.hash || p->set.sample || p->set.log_path || p->set.tensorboard)
+        puts("\nmeta has no weights and takes no steps: nothing for --hash, --sample, --log or "
+             "--tensorboard");
     return FT_OK;
 }
 
@@ -2151,7 +2203,6 @@ static void free_program(program *p) {
     free(p->plan);
     free(p->run);
     ft_mem_plan_free(p->mem_plan);
-    free_settings(&p->set);
 }
 
 /* Closes everything; an error of closing counts unless there was one before. */
@@ -2164,6 +2215,10 @@ static ft_status close_program(program *p, ft_status status) {
         fprintf(stderr, "error: %s\n", ft_last_error());
     }
     if (p->log) closed = ft_io_log_close(p->log);
+    if (p->tb) {
+        ft_status finished = ft_io_tb_close(p->tb);
+        if (closed == FT_OK) closed = finished;
+    }
     if (p->memory_json) {
         ft_status finished = ft_io_json_finish(p->memory_json);
         if (closed == FT_OK) closed = finished;
@@ -2223,5 +2278,6 @@ int TRAIN_LLAMA_MAIN(int argc, char **argv) {
         return EXIT_USAGE;
     }
     ft_status status = close_program(&p, run_program(&p));
+    free_settings(&p.set);
     return status == FT_OK && output_written() ? EXIT_SUCCESS : EXIT_FAILURE;
 }

@@ -133,7 +133,7 @@ if run --help && [ ! -s "$dir/err" ]; then pass "--help succeeds"; else fail "--
 for flag in --device --dp --zero-stage --sac --prefetch --reduce-overlap --micro-batch-size \
     --micro-batches --seq-len --steps --lr --warmup --weight-decay --grad-clip --dtype --seed \
     --data --hidden --layers --heads --kv-heads --head-dim --intermediate --vocab --tie-embeddings \
-    --log --memory-json --sample --hash --config --print-config --help; do
+    --log --tensorboard --memory-json --sample --hash --config --print-config --help; do
     if grep -q -e "^$flag\\( \\|$\\)" "$dir/out"; then pass "--help has $flag"
     else fail "--help" "no $flag"; fi
 done
@@ -244,6 +244,7 @@ fi
 
 # --------------------------------------------------------------------------- output, log, learning
 
+begin=$(date +%s)
 # shellcheck disable=SC2086
 if run $small $data --steps 60 --dp 2 --zero-stage 3 --sac selective --lr 0.003 --warmup 5 \
     --micro-batches 2 --micro-batch-size 4 --log "$dir/log" --sample 40 --hash; then
@@ -267,8 +268,14 @@ cat >"$dir/log.awk" <<'AWK'
     number = "-?[0-9]+(\\.[0-9]+)?(e[-+]?[0-9]+)?"
     row = "^\\{\"step\": ?" NR ", ?\"loss\": ?" number ", ?\"grad_norm\": ?" number ", ?\"lr\": ?" \
         number ", ?\"tokens\": ?" NR * 512 ", ?\"tokens_per_s\": ?" number \
-        ", ?\"peak_bytes\": ?[0-9]+\\}$"
+        ", ?\"peak_bytes\": ?[0-9]+, ?\"step_s\": ?" number ", ?\"elapsed_s\": ?" number \
+        ", ?\"wall_time\": ?[0-9]+(\\.[0-9]+)?, ?\"skipped\": ?0\\}$"
     if ($0 !~ row) { print "line " NR ": " $0; bad = 1 }
+    split($0, part, /"elapsed_s": ?/)
+    if (!(part[2] + 0 > elapsed)) { print "line " NR ": elapsed_s does not grow"; bad = 1 }
+    elapsed = part[2] + 0
+    split($0, part, /"wall_time": ?/)
+    if (part[2] < begin || part[2] > begin + 600) { print "wall_time " part[2]; bad = 1 }
     split($0, part, /"loss": ?/)
     loss = part[2] + 0
     if (NR == 1) first = loss
@@ -280,7 +287,7 @@ END {
     exit bad
 }
 AWK
-if awk -f "$dir/log.awk" "$dir/log" >"$dir/err"; then pass "log: format and learning"
+if awk -v begin="$begin" -f "$dir/log.awk" "$dir/log" >"$dir/err"; then pass "log: format and learning"
 else fail "log: format and learning" "see below"; fi
 if grep -q '"lr":0.0006[,}]' "$dir/log" && sed -n 5,60p "$dir/log" | grep -c '"lr":0.003,' |
     grep -q '^56$'; then
@@ -288,6 +295,29 @@ if grep -q '"lr":0.0006[,}]' "$dir/log" && sed -n 5,60p "$dir/log" | grep -c '"l
 else
     fail "warm-up, then constant" "lr in the log is not 0.003 * min(1, step / 5)"
 fi
+
+# An event a figure and step; a second run of the directory has a file of its own. What is in the
+# files is tests/test_tensorboard.c's business.
+tb=$dir/runs/one
+for n in 1 2; do
+    # shellcheck disable=SC2086
+    run $small $data --steps 3 --tensorboard "$tb" --eval-data "$dir/high" --vocab 255 \
+        --eval-every 2
+    files=$(ls "$tb" | grep -c '^events\.out\.tfevents\.[0-9]\{10\}\.')
+    name="event files of run $n"
+    if [ "$files" = $n ]; then pass "$name"; else fail "$name" "$files files"; fi
+done
+for tag in loss grad_norm lr tokens_per_s peak_bytes eval_loss; do
+    # The tag after its length, which is its byte in octal.
+    byte=$(printf '\\%03o' ${#tag})
+    expected=6
+    [ $tag = eval_loss ] && expected=4 # after steps 2 and 3
+    n=$(cat "$tb"/* | LC_ALL=C grep -a -o "$(printf "$byte$tag")" | wc -l)
+    if [ "$n" -eq $expected ]; then pass "events of $tag"
+    else fail "events of $tag" "$n, not $expected"; fi
+done
+# shellcheck disable=SC2086
+refuse "data.txt: cannot make" $small $data --tensorboard "$dir/data.txt"
 
 # --------------------------------------------------------------- meta: no data, the same bytes
 
