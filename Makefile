@@ -6,6 +6,7 @@
 #   TEST_JOBS=N       test programs at a time (default 2, where there are cores)
 #   TEST_TIMEOUT=N    seconds after which a test program is killed and counts as failed
 #   NVCC=..., GPU_ARCH="..."   for make cuda: the compiler (default nvcc), and its -gencode flags
+#   FUZZ_SECONDS=N    of make fuzz, all fuzzers together; an hour: make fuzz FUZZ_SECONDS=3600
 #   TESTS="..."       test programs by name, without directory: make test TESTS=test_io
 
 ifeq ($(origin CC),default)
@@ -63,11 +64,18 @@ native = $(shell for flag in -march=native -mcpu=native; do \
     $(CC) $$flag -c build/compiler.c -o build/compiler.o >/dev/null 2>&1 && echo $$flag && break; \
     done)
 
-# With cJSON and xxHash where this machine has them, and OpenBLAS if asked.
-trainer_features = FT_$(if $(filter 1,$(CBLAS)),,PLAIN_)
+# With cJSON and xxHash, for checkpoints, where they are here.
+ifeq ($(CBLAS),1)
+TRAINER_FEATURES = $$FT_CFLAGS
+TRAINER_LIBS = $$FT_LIBS
+else
+TRAINER_FEATURES = $$FT_PLAIN_CFLAGS
+TRAINER_LIBS = $$FT_PLAIN_LIBS
+endif
+
 build/train_llama: examples/train_llama.c $(HEADERS) build/features ## the single-file trainer
-	@. build/features; set -x; $(strip $(CC) -std=c11 -I. -O3 $(native) \
-	    $$$(trainer_features)CFLAGS $< -o $@ $$$(trainer_features)LIBS $(SYSTEM_LIBS))
+	@. build/features; set -x; $(CC) -std=c11 -I. -O3 $(native) $(TRAINER_FEATURES) $< -o $@ \
+	    $(TRAINER_LIBS) $(SYSTEM_LIBS)
 
 # The trainer for GPUs: machine code for Ampere and Hopper, and PTX that the driver compiles for others.
 NVCC ?= nvcc
@@ -83,12 +91,13 @@ build/femtotron_kernels.o: femtotron_kernels.cu femtotron.h
 	    "Toolkit (12.4 or later) and put its bin/ on PATH, or set NVCC" >&2; exit 1; }
 	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) -c $< -o $@)
 
-# With NCCL where its header is.
+# With cJSON and xxHash, and with NCCL, where they are.
+cuda_features = $(shell sh tools/features.sh "$(NVCC)" | sed -n "s/^FT_PLAIN_[A-Z]*='\(.*\)'/\1/p")
 nccl = $(shell echo '\#include <nccl.h>' | $(NVCC) -E -x cu - >/dev/null 2>&1 && echo -DFT_NCCL -lnccl)
 
-build/train_llama_cuda: examples/train_llama.c build/femtotron_kernels.o $(HEADERS) build/features
-	@. build/features; set -x; $(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $$FT_PLAIN_CFLAGS \
-	    $< build/femtotron_kernels.o -o $@ $$FT_PLAIN_LIBS -lcublasLt $(nccl))
+build/train_llama_cuda: examples/train_llama.c build/femtotron_kernels.o $(HEADERS)
+	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt \
+	    $(cuda_features) $(nccl))
 
 build/memory_tables_cuda: examples/memory_tables.c examples/train_llama.c \
     build/femtotron_kernels.o $(HEADERS)
@@ -203,7 +212,7 @@ $(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_memory_tables 
 
 build/asan/train_llama: examples/train_llama.c $(HEADERS) build/features
 	@mkdir -p $(@D)
-	@. build/features; set -x; $(CC) $(C_FLAGS) -g1 $(ASAN) $$FT_PLAIN_CFLAGS $< -o $@ \
+	@. build/features; set -x; $(CC) $(C_FLAGS) -g $(ASAN) $$FT_PLAIN_CFLAGS $< -o $@ \
 	    $$FT_PLAIN_LIBS $(SYSTEM_LIBS)
 
 PLAIN_TESTS := $(filter test_ops test_golden,$(TESTS))
@@ -268,6 +277,45 @@ tsan: ## multi-rank tests under ThreadSanitizer, streams as threads
 	@$(SUBMAKE) -k $(PARALLEL) tsan_programs || true
 	@FT_CPU_ASYNC=1 FT_DELAY_US=50 sh tools/sanitize.sh tsan "$(CC)" $(RUN_TESTS) \
 	    -l build/logs/tsan $(addprefix build/tsan/,$(TSAN_TESTS))
+
+# Fuzzers: clang's libFuzzer with sanitizers. The parsers are instrumented; what they rest on is not.
+FUZZ_CC ?= clang
+FUZZ_SECONDS ?= 60
+FUZZERS := $(basename $(notdir $(wildcard tests/fuzz/fuzz_*.c)))
+FUZZ_HEADERS := tests/fuzz/fuzz.h
+FUZZ_SANITIZE := -g -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all
+# The headers' implementations come from the archive, also where a program asks for them.
+NO_IMPLEMENTATION := $(addprefix -D,FEMTOTRON_IMPLEMENTATION_DONE FEMTOTRON_ZERO_IMPLEMENTATION_DONE \
+    FT__TP_IMPLEMENTED FT__PP_IMPLEMENTED FT__LLAMA_IMPLEMENTED FEMTOTRON_IO_IMPLEMENTED)
+fuzz_compile = . build/features; set -x; $(FUZZ_CC) -std=c11 -I. -Itests/fuzz -O1 $$FT_PLAIN_CFLAGS
+
+build/fuzz/lib/femtotron_llama.o: $(call bases,femtotron_llama)
+build/fuzz/lib/%.o: %.h femtotron.h build/features
+	@mkdir -p $(@D)
+	@$(fuzz_compile) -DFEMTOTRON_$(PART)_IMPLEMENTATION $(addprefix -include ,$(call bases,$*) $*.h) \
+	    -x c -c /dev/null -o $@
+
+build/fuzz/lib/femtotron_io.o: femtotron_io.h femtotron.h tests/fuzz/heap_map.h build/features
+	@mkdir -p $(@D)
+	@$(fuzz_compile) $(FUZZ_SANITIZE) -DFEMTOTRON_IO_IMPLEMENTATION -include femtotron.h \
+	    -include tests/fuzz/heap_map.h -include femtotron_io.h -x c -c /dev/null -o $@
+
+build/fuzz/lib/libfemtotron.a: $(addprefix build/fuzz/lib/,$(addsuffix .o,$(LIBRARY)))
+	@rm -f $@; ar rcs $@ $^
+
+build/fuzz/fuzz_config: examples/train_llama.c
+build/fuzz/fuzz_%: tests/fuzz/fuzz_%.c build/fuzz/lib/libfemtotron.a $(FUZZ_HEADERS) $(HEADERS)
+	@$(fuzz_compile) $(FUZZ_SANITIZE) -fsanitize=fuzzer $(NO_IMPLEMENTATION) $< -o $@ \
+	    build/fuzz/lib/libfemtotron.a $$FT_PLAIN_LIBS $(SYSTEM_LIBS)
+
+.PHONY: fuzz fuzz_programs
+fuzz_programs: $(addprefix build/fuzz/,$(FUZZERS))
+fuzz: ## every parser with made-up inputs, FUZZ_SECONDS (60) in all; FUZZERS="fuzz_NAME..." some
+	@CC="$(FUZZ_CC)" sh tools/fuzz.sh -p || exit 1
+	@sh tools/deps.sh "$(CC)"
+	@$(SUBMAKE) -k $(PARALLEL) fuzz_programs || true
+	@CC="$(FUZZ_CC)" sh tools/fuzz.sh -s $(FUZZ_SECONDS) -j $(TEST_JOBS) \
+	    $(addprefix build/fuzz/,$(FUZZERS))
 
 .PHONY: check
 check: | compiler ## compile checks: every header, C11 and C++17, gcc, clang, nvcc

@@ -28,6 +28,9 @@
 #include "femtotron_llama.h"
 #include "femtotron_io.h"
 
+#ifdef FT_CJSON
+#include <cjson/cJSON.h>
+#endif
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
