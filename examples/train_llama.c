@@ -49,7 +49,7 @@ enum { EXIT_USAGE = 2 };
 /* -------------------------------------------------------------------------------------- options */
 
 typedef struct paths { const char *const *path; int n; } paths;
-typedef struct kept { struct kept *next; } kept; /* memory that settings point to, the newest first */
+typedef struct set_block { struct set_block *next; } set_block; /* memory of settings */
 
 typedef struct settings {
     int64_t device; /* ft_device; DEVICE_AUTO until it is resolved */
@@ -77,7 +77,7 @@ typedef struct settings {
     int64_t sample, hash, verbose, help;
     const char *tensorboard, *config_path;
     int64_t print_config;
-    kept *blocks;          /* what --config brought; free_settings() */
+    set_block *blocks;     /* what --config brought; free_settings() */
 } settings;
 
 enum { DEVICE_AUTO = 3 }; /* the words before it are the ft_device of the same value */
@@ -418,7 +418,7 @@ static int set_defaults(settings *set) {
 
 static void free_settings(settings *set) {
     while (set->blocks) {
-        kept *next = set->blocks->next;
+        set_block *next = set->blocks->next;
         free(set->blocks);
         set->blocks = next;
     }
@@ -443,7 +443,7 @@ static int stays_outside(const option *opt) {
 #ifdef FT_CJSON
 
 static void *keep(settings *set, size_t bytes) {
-    kept *block = (kept *)malloc(sizeof *block + bytes);
+    set_block *block = (set_block *)malloc(sizeof *block + bytes);
     if (!block) {
         bad("no memory for %zu bytes of --config", bytes);
         return NULL;
