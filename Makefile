@@ -220,14 +220,14 @@ PLAIN_TESTS := $(filter test_ops test_golden,$(TESTS))
 RANK_TESTS ?= $(filter test_comm test_tp test_llama test_options test_3d,$(TESTS))
 # The same for the sanitizers, under which programs are 3 to 15 times slower: these reach every part
 # in minutes. make async RANK_TESTS="...", make asan ASAN_TESTS="...", make tsan TSAN_TESTS="..." run others.
-ASAN_TESTS ?= $(filter test_comm test_io test_data test_ops test_tape test_llama test_options test_tp \
-    test_pp_schedule,$(TESTS))
+ASAN_TESTS ?= $(filter test_comm test_io test_data test_tensorboard test_ops test_tape test_llama \
+    test_options test_tp test_pp_schedule,$(TESTS))
 TSAN_TESTS ?= $(filter test_comm test_tp test_data test_3d test_arena,$(TESTS))
 # Tests that run again with the caching allocator: all that launch ranks.
 CACHING_TESTS ?= $(filter-out test_io test_data test_pp_schedule test_memory_tables test_arena,$(TESTS))
 
 # Those that measure time, or in which short timeouts must not run out by chance, run alone.
-ALONE := test_failure test_memory_tables test_memplan.sh test_trainer.sh
+ALONE := test_failure test_memory_tables test_memplan.sh test_resume.sh test_trainer.sh
 RUN_TESTS = sh tools/run_tests.sh -t $(TEST_TIMEOUT) -j $(TEST_JOBS) -a "$(ALONE)"
 
 .PHONY: deps

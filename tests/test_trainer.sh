@@ -287,7 +287,8 @@ END {
     exit bad
 }
 AWK
-if awk -v begin="$begin" -f "$dir/log.awk" "$dir/log" >"$dir/err"; then pass "log: format and learning"
+if awk -v begin="$begin" -f "$dir/log.awk" "$dir/log" >"$dir/err"; then
+    pass "log: format and learning"
 else fail "log: format and learning" "see below"; fi
 if grep -q '"lr":0.0006[,}]' "$dir/log" && sed -n 5,60p "$dir/log" | grep -c '"lr":0.003,' |
     grep -q '^56$'; then
