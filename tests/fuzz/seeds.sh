@@ -80,3 +80,33 @@ cat >config/many <<'EOF'
  "pp-layers": "1,3", "schedule": "zb-h1", "log": "x", "hash": true, "optimizer": "sgd"}
 EOF
 printf '{}' >config/empty
+
+printf '{"metadata":{"total_size":8},"weight_map":{"b":"m-1.safetensors","a":"m-2.safetensors"}}' \
+    >hf_index/two
+
+hex='"0123456789abcdef"'
+part='{"name":"w","shape":[4,4],"runs":[0,2,4,4],"xxh3":['$hex']}'
+file='{"rank":0,"name":"a","bytes":100,"header_xxh3":'$hex',"arrays":['$part']}'
+other=$(echo "$file" | sed 's/"rank":0,"name":"a"/"rank":1,"name":"b"/; s/\[0,2/[2,2/')
+whole=$(echo "$file" | sed 's/\[0,2,4,4\]/[0,16,16,1]/')
+head='{"format":"femtotron checkpoint","version":1,"serial":3,"step":12'
+printf '%s' "$head,\"ranks\":2,\"settings\":{\"a\":\"1\",\"b\":\"x\"},\"files\":[$file,$other]," \
+    "\"xxh3\":$hex}" >manifest/two
+printf '%s' "$head,\"ranks\":1,\"settings\":{},\"files\":[$whole],\"xxh3\":$hex}" >manifest/one
+
+# An index: name, version, dtype, sequences, documents + 1; lengths, pointers, documents.
+mm() { # DTYPE BYTES_PER_TOKEN
+    printf 'MMIDIDX\0\0'
+    bytes 8 1
+    bytes 1 "$1"
+    bytes 8 3 3
+    bytes 4 2 3 4
+    bytes 8 0 $((2 * $2)) $((5 * $2))
+    bytes 8 0 1 3
+}
+mm 8 2 >megatron/uint16
+mm 4 4 >megatron/int32
+{ mm 1 1; bytes 1 0 0 0; } >megatron/modes
+
+printf '\100{"prompt": "a \303\244\\n\\ud83d\\ude00", "answer": "b"}' >jsonl/text
+printf '\003{"prompt": [1, 2, 3], "answer": [4]}' >jsonl/ids
