@@ -2,9 +2,11 @@
 #
 #   CC=clang          another compiler (default: cc, gcc or clang, the first that is here)
 #   CBLAS=1           the trainer's GEMMs call OpenBLAS; default 0, the built-in loops
-#   JOBS=N            compilers at a time when tests are built
+#   JOBS=N            compilers at a time when tests are built, and compile checks at a time
+#   TEST_JOBS=N       test programs at a time (default 2, where there are cores)
 #   TEST_TIMEOUT=N    seconds after which a test program is killed and counts as failed
 #   NVCC=..., GPU_ARCH="..."   for make cuda: the compiler (default nvcc), and its -gencode flags
+#   FUZZ_SECONDS=N    of make fuzz, all fuzzers together; an hour: make fuzz FUZZ_SECONDS=3600
 #   TESTS="..."       test programs by name, without directory: make test TESTS=test_io
 
 ifeq ($(origin CC),default)
@@ -12,6 +14,7 @@ CC := $(or $(shell for c in cc gcc clang; do command -v $$c >/dev/null && echo $
     cc)
 endif
 JOBS ?= $(or $(shell nproc 2>/dev/null),2)
+TEST_JOBS ?= $(if $(filter 1,$(JOBS)),1,2)
 TEST_TIMEOUT ?= 600
 CBLAS ?= 0
 
@@ -158,34 +161,55 @@ build/bench_step: tests/bench_step.c $(HEADERS) $(TEST_HEADERS) build/features
 # What this machine has of CBLAS, cJSON and xxHash; touched only when that changes.
 .PHONY: force
 build/features: force | compiler
-	@sh tools/features.sh "$(CC)" > $@.new
-	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+	@new=$@.$$$$; sh tools/features.sh "$(CC)" > $$new; \
+	if cmp -s $$new $@; then rm $$new; else mv $$new $@; fi
 
-# How a test is built: its own file brings in the implementation of every header it uses.
+# How a test is built. Its own file brings in the implementation of every header it uses; where that
+# names FT_TEST_LINKED, it can leave this to an archive, which all such tests share.
+LINKED_TESTS := $(basename $(notdir $(shell grep -l FT_TEST_LINKED tests/test_*.c)))
 TEST_SOURCE = $(filter tests/%.c,$^)
+TEST_ARCHIVE = $(filter %.a,$^)
+compile_test = $(CC) $(C_FLAGS) -O2 -g1 $(1)
 build_test = rm -f $@; . build/features; set -x; \
-    $(CC) $(C_FLAGS) -O2 -g $(1) $(TEST_SOURCE) -o $@ $(2) -lcmocka $(SYSTEM_LIBS)
+    $(call compile_test,$(1)) $(if $(TEST_ARCHIVE),-DFT_TEST_LINKED) $(TEST_SOURCE) -o $@ \
+    $(TEST_ARCHIVE) $(2) -lcmocka $(SYSTEM_LIBS)
 
-build/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features ## one test program
-	@$(call build_test,$$FT_CFLAGS,$$FT_LIBS)
+# The archive's parts: a header's implementation each, so that a test may bring its own of a header.
+LIBRARY := femtotron femtotron_zero femtotron_tp femtotron_pp femtotron_llama femtotron_io
+PART = $(or $(shell echo '$*' | sed 's/^femtotron_*//' | tr '[:lower:]' '[:upper:]'),CORE)
+build_part = . build/features; set -x; \
+    $(call compile_test,-DFEMTOTRON_$(PART)_IMPLEMENTATION $(1)) \
+    $(addprefix -include ,$(call bases,$*) $*.h) -x c -c /dev/null -o $@
+bases = femtotron.h $(if $(filter femtotron_llama,$(1)),femtotron_zero.h femtotron_tp.h)
 
-# The same without CBLAS: the built-in loops.
-build/plain/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
-	@mkdir -p $(@D)
-	@$(call build_test,$$FT_PLAIN_CFLAGS,$$FT_PLAIN_LIBS)
-
-# Sanitizers too see the built-in loops: OpenBLAS is not instrumented.
+# Plain: without CBLAS, the built-in loops. Sanitizers too see those: OpenBLAS is not instrumented.
 # They make gcc see truncations and uninitialised values that are none: warnings stay warnings.
 SANITIZE := -Wno-error -fno-omit-frame-pointer -O1
 ASAN := $(SANITIZE) -fsanitize=address,undefined -fno-sanitize-recover=all
 TSAN := $(SANITIZE) -fsanitize=thread
-build/asan/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
-	@mkdir -p $(@D)
-	@$(call build_test,$(ASAN) $$FT_PLAIN_CFLAGS,$$FT_PLAIN_LIBS)
 
-build/tsan/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
-	@mkdir -p $(@D)
-	@$(call build_test,$(TSAN) $$FT_PLAIN_CFLAGS,$$FT_PLAIN_LIBS)
+# test_rules DIRECTORY,FLAGS,LIBS: programs and parts of one kind.
+define test_rules
+$(addprefix $(1)/,$(LINKED_TESTS)): $(1)/lib/libfemtotron.a
+
+$(1)/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
+	@mkdir -p $$(@D)
+	@$$(call build_test,$(2),$(3))
+
+$(1)/lib/femtotron_llama.o: $(call bases,femtotron_llama)
+$(1)/lib/%.o: %.h femtotron.h build/features
+	@mkdir -p $$(@D)
+	@$$(call build_part,$(2))
+
+$(1)/lib/libfemtotron.a: $(addprefix $(1)/lib/,$(addsuffix .o,$(LIBRARY)))
+	@rm -f $$@; ar rcs $$@ $$^
+endef
+
+build/test_%: ## one test program
+$(eval $(call test_rules,build,$$$$FT_CFLAGS,$$$$FT_LIBS))
+$(eval $(call test_rules,build/plain,$$$$FT_PLAIN_CFLAGS,$$$$FT_PLAIN_LIBS))
+$(eval $(call test_rules,build/asan,$$(ASAN) $$$$FT_PLAIN_CFLAGS,$$$$FT_PLAIN_LIBS))
+$(eval $(call test_rules,build/tsan,$$(TSAN) $$$$FT_PLAIN_CFLAGS,$$$$FT_PLAIN_LIBS))
 
 # Tests that include a program.
 $(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_memory_tables $(dir)/test_arena): \
@@ -202,13 +226,16 @@ RANK_TESTS ?= $(filter test_comm test_tp test_llama test_options test_3d,$(TESTS
 # The same for the sanitizers, under which programs are 3 to 15 times slower: these reach every part
 # in minutes. make async RANK_TESTS="...", make asan ASAN_TESTS="...", make tsan TSAN_TESTS="..." run others.
 ASAN_TESTS ?= $(filter test_comm test_io test_data test_megatron test_jsonl test_documents \
-    test_ops test_tape test_llama test_options test_tp test_pp_schedule test_state test_checkpoint,$(TESTS))
+    test_tensorboard test_ops test_tape test_llama test_options test_tp test_pp_schedule test_state \
+    test_checkpoint,$(TESTS))
 TSAN_TESTS ?= $(filter test_comm test_tp test_data test_3d test_arena,$(TESTS))
 # Tests that run again with the caching allocator: all that launch ranks.
 CACHING_TESTS ?= $(filter-out test_io test_data test_megatron test_jsonl test_pp_schedule \
     test_memory_tables test_arena test_checkpoint,$(TESTS))
 
-RUN_TESTS = sh tools/run_tests.sh -t $(TEST_TIMEOUT)
+# Those that measure time, or in which short timeouts must not run out by chance, run alone.
+ALONE := test_failure test_memory_tables test_memplan.sh test_resume.sh test_trainer.sh
+RUN_TESTS = sh tools/run_tests.sh -t $(TEST_TIMEOUT) -j $(TEST_JOBS) -a "$(ALONE)"
 
 .PHONY: deps
 deps: ## install what the tests need (root and apt-get), or name it
@@ -226,8 +253,8 @@ examples: | compiler ## build and run the ladder of examples, each against the o
 	@CC="$(CC)" sh tests/test_examples.sh
 
 .PHONY: test_programs asan_programs tsan_programs
-test_programs: $(addprefix build/,$(TESTS)) $(addprefix build/plain/,$(PLAIN_TESTS)) \
-    build/train_llama
+test_programs: build/train_llama build/memplan $(addprefix build/,$(TESTS)) \
+    $(addprefix build/plain/,$(PLAIN_TESTS))
 asan_programs: $(addprefix build/asan/,$(ASAN_TESTS))
 tsan_programs: $(addprefix build/tsan/,$(TSAN_TESTS))
 
@@ -258,9 +285,48 @@ tsan: ## multi-rank tests under ThreadSanitizer, streams as threads
 	@FT_CPU_ASYNC=1 FT_DELAY_US=50 sh tools/sanitize.sh tsan "$(CC)" $(RUN_TESTS) \
 	    -l build/logs/tsan $(addprefix build/tsan/,$(TSAN_TESTS))
 
+# Fuzzers: clang's libFuzzer with sanitizers. The parsers are instrumented; what they rest on is not.
+FUZZ_CC ?= clang
+FUZZ_SECONDS ?= 60
+FUZZERS := $(basename $(notdir $(wildcard tests/fuzz/fuzz_*.c)))
+FUZZ_HEADERS := tests/fuzz/fuzz.h
+FUZZ_SANITIZE := -g -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all
+# The headers' implementations come from the archive, also where a program asks for them.
+NO_IMPLEMENTATION := $(addprefix -D,FEMTOTRON_IMPLEMENTATION_DONE FEMTOTRON_ZERO_IMPLEMENTATION_DONE \
+    FT__TP_IMPLEMENTED FT__PP_IMPLEMENTED FT__LLAMA_IMPLEMENTED FEMTOTRON_IO_IMPLEMENTED)
+fuzz_compile = . build/features; set -x; $(FUZZ_CC) -std=c11 -I. -Itests/fuzz -O1 $$FT_PLAIN_CFLAGS
+
+build/fuzz/lib/femtotron_llama.o: $(call bases,femtotron_llama)
+build/fuzz/lib/%.o: %.h femtotron.h build/features
+	@mkdir -p $(@D)
+	@$(fuzz_compile) -DFEMTOTRON_$(PART)_IMPLEMENTATION $(addprefix -include ,$(call bases,$*) $*.h) \
+	    -x c -c /dev/null -o $@
+
+build/fuzz/lib/femtotron_io.o: femtotron_io.h femtotron.h tests/fuzz/heap_map.h build/features
+	@mkdir -p $(@D)
+	@$(fuzz_compile) $(FUZZ_SANITIZE) -DFEMTOTRON_IO_IMPLEMENTATION -include femtotron.h \
+	    -include tests/fuzz/heap_map.h -include femtotron_io.h -x c -c /dev/null -o $@
+
+build/fuzz/lib/libfemtotron.a: $(addprefix build/fuzz/lib/,$(addsuffix .o,$(LIBRARY)))
+	@rm -f $@; ar rcs $@ $^
+
+build/fuzz/fuzz_config: examples/train_llama.c
+build/fuzz/fuzz_%: tests/fuzz/fuzz_%.c build/fuzz/lib/libfemtotron.a $(FUZZ_HEADERS) $(HEADERS)
+	@$(fuzz_compile) $(FUZZ_SANITIZE) -fsanitize=fuzzer $(NO_IMPLEMENTATION) $< -o $@ \
+	    build/fuzz/lib/libfemtotron.a $$FT_PLAIN_LIBS $(SYSTEM_LIBS)
+
+.PHONY: fuzz fuzz_programs
+fuzz_programs: $(addprefix build/fuzz/,$(FUZZERS))
+fuzz: ## every parser with made-up inputs, FUZZ_SECONDS (60) in all; FUZZERS="fuzz_NAME..." some
+	@CC="$(FUZZ_CC)" sh tools/fuzz.sh -p || exit 1
+	@sh tools/deps.sh "$(CC)"
+	@$(SUBMAKE) -k $(PARALLEL) fuzz_programs || true
+	@CC="$(FUZZ_CC)" sh tools/fuzz.sh -s $(FUZZ_SECONDS) -j $(TEST_JOBS) \
+	    $(addprefix build/fuzz/,$(FUZZERS))
+
 .PHONY: check
 check: | compiler ## compile checks: every header, C11 and C++17, gcc, clang, nvcc
-	@sh tests/compile/check.sh
+	@JOBS=$(JOBS) sh tests/compile/check.sh
 
 .PHONY: clean
 clean: ## remove build/

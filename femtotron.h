@@ -3266,17 +3266,17 @@ FT_API void ft_mem_timeline_clear(ft_ctx *ctx)
     ft__clock_set(ctx);
 }
 
-/* An array that can take one more, or all that could be freed: growing never fails in a free. */
+/* Room in an array for `need` elements of `each` bytes, `first` of them to begin with; who asks in
+   time never fails in a free. `what` it holds is for messages. */
 static ft_status ft__array_reserve(void **array, int64_t used, int64_t need, int64_t *cap,
-                                   size_t each)
+                                   int64_t first, size_t each, const char *what)
 {
-    int64_t more = *cap ? *cap : 64;
+    int64_t more = *cap ? *cap : first;
     if (need <= *cap) return FT_OK;
     while (more < need) more *= 2;
     void *grown = FT_MALLOC((size_t)more * each);
     if (!grown)
-        return ft_error(FT_ERR_OOM, "no host memory for %lld records of the allocator",
-                        (long long)more);
+        return ft_error(FT_ERR_OOM, "no host memory for %lld %s", (long long)more, what);
     if (used) memcpy(grown, *array, (size_t)used * each);
     FT_FREE(*array);
     *array = grown;
@@ -3287,16 +3287,10 @@ static ft_status ft__array_reserve(void **array, int64_t used, int64_t need, int
 /* Room for an allocation, for its free, and for those of all that lives: no free is ever lost. */
 static ft_status ft__timeline_reserve(ft__memory *m)
 {
-    int64_t need = m->n_events + m->n_live + 2, cap = m->cap_events ? m->cap_events : 1024;
-    if (need <= m->cap_events) return FT_OK;
-    while (cap < need) cap *= 2;
-    ft_mem_event *grown = (ft_mem_event *)FT_MALLOC((size_t)cap * sizeof *grown);
-    if (!grown)
-        return ft_error(FT_ERR_OOM, "no host memory for a timeline of %lld events", (long long)cap);
-    if (m->events) memcpy(grown, m->events, (size_t)m->n_events * sizeof *grown);
-    if (m->events) FT_FREE(m->events);
-    m->events = grown;
-    m->cap_events = cap;
+    void *array = m->events;
+    FT_TRY(ft__array_reserve(&array, m->n_events, m->n_events + m->n_live + 2, &m->cap_events, 1024,
+                             sizeof *m->events, "events of the timeline"));
+    m->events = (ft_mem_event *)array;
     return FT_OK;
 }
 
@@ -3346,7 +3340,7 @@ FT_API ft_status ft_span_begin(ft_ctx *ctx, const char *name, int micro_batch, i
     if (ctx->config.timeline) {
         void *array = m->spans;
         FT_TRY(ft__array_reserve(&array, m->n_spans, m->n_spans + m->n_open + 1, &m->cap_spans,
-                                 sizeof *m->spans));
+                                 64, sizeof *m->spans, "spans of the timeline"));
         m->spans = (ft_span *)array;
     }
     ft_span *span = &m->open[m->n_open++];
@@ -3443,7 +3437,7 @@ FT_API ft_status ft_works(ft_ctx *ctx, const ft_work **works, int64_t *n)
     for (ft__works *b = m->works; b; b = b->next) need += b->n;
     if (need == 0) return FT_OK;
     FT_TRY(ft_sync(ctx));
-    FT_TRY(ft__array_reserve(&array, 0, need, &m->cap_told, sizeof *m->told));
+    FT_TRY(ft__array_reserve(&array, 0, need, &m->cap_told, 1024, sizeof *m->told, "works"));
     m->told = (ft_work *)array;
     for (ft__works *b = m->works; b; b = b->next)
         for (int i = 0; i < b->n; i++) {
@@ -3628,15 +3622,10 @@ static ft_status ft__phase_new(ft__rank_plan *rank, const char *name, ft__phase 
 
 static ft_status ft__phase_grow(ft__phase *phase)
 {
-    if (phase->n < phase->cap) return FT_OK;
-    int64_t cap = phase->cap ? 2 * phase->cap : 256;
-    ft__item *grown = (ft__item *)FT_MALLOC((size_t)cap * sizeof *grown);
-    if (!grown)
-        return ft_error(FT_ERR_OOM, "no host memory to plan %lld allocations", (long long)cap);
-    if (phase->n) memcpy(grown, phase->items, (size_t)phase->n * sizeof *grown);
-    FT_FREE(phase->items);
-    phase->items = grown;
-    phase->cap = cap;
+    void *array = phase->items;
+    FT_TRY(ft__array_reserve(&array, phase->n, phase->n + 1, &phase->cap, 256, sizeof *phase->items,
+                             "allocations of the plan"));
+    phase->items = (ft__item *)array;
     return FT_OK;
 }
 
@@ -4135,8 +4124,8 @@ static void ft__free_remove(ft__memory *m, ft__block *b)
 static ft_status ft__block_new(ft__memory *m, ft__block **out)
 {
     void *array = m->free_blocks;
-    FT_TRY(ft__array_reserve(&array, m->n_free, m->n_blocks + 1, &m->cap_free,
-                             sizeof *m->free_blocks));
+    FT_TRY(ft__array_reserve(&array, m->n_free, m->n_blocks + 1, &m->cap_free, 64,
+                             sizeof *m->free_blocks, "blocks of the caching allocator"));
     m->free_blocks = (ft__block **)array;
     ft__block *b = (ft__block *)FT_MALLOC(sizeof *b);
     if (!b) return ft_error(FT_ERR_OOM, "no host memory for a block of the caching allocator");
@@ -4329,8 +4318,8 @@ static ft_status ft__arena_take(ft_ctx *ctx, ft_storage *st, ft_stream *home)
     ft_event last[FT_STREAM_COUNT];
     uint64_t order[FT_STREAM_COUNT];
     void *array = m->used;
-    FT_TRY(ft__array_reserve(&array, m->n_used, m->n_used + 2 * m->n_live + 4, &m->cap_used,
-                             sizeof *m->used));
+    FT_TRY(ft__array_reserve(&array, m->n_used, m->n_used + 2 * m->n_live + 4, &m->cap_used, 64,
+                             sizeof *m->used, "ranges of the arena"));
     m->used = (ft__used *)array;
     memset(last, 0, sizeof last);
     memset(order, 0, sizeof order);
@@ -11482,15 +11471,22 @@ static ft_status ft__nccl_ready(ft_group *g)
     return status;
 }
 
+/* Notes, under the lock, what is about to be queued: "NAME of N OF-WHAT on group ...". */
+static void ft__nccl_note(ft_group *g, const char *name, int64_t n, const char *of,
+                          const char *what)
+{
+    snprintf(g->nccl->what, sizeof g->nccl->what, "%s of %lld %s%s on group \"%.60s\" "
+             "(rank %d of %d)", name, (long long)n, of, what, g->name, g->rank, g->n);
+}
+
 /* Calls stand under the lock, so that no communicator is aborted while one is in it. */
 static ft_status ft__nccl_collective(ft_group *g, ft_stream *s, const ft__post *own)
 {
     ncclResult_t result = ncclInvalidUsage;
     FT_TRY(ft__nccl_ready(g));
     pthread_mutex_lock(&g->ctx->nccl->lock);
-    snprintf(g->nccl->what, sizeof g->nccl->what, "%s of %lld %s elements on group \"%.60s\" "
-             "(rank %d of %d)", ft_collective_name((ft_collective)own->kind),
-             (long long)own->elems, ft_dtype_name(own->dtype), g->name, g->rank, g->n);
+    ft__nccl_note(g, ft_collective_name((ft_collective)own->kind), own->elems,
+                  ft_dtype_name(own->dtype), " elements");
     if (g->nccl->comm) result = ft__nccl_call(g, ft__native(s), own);
     pthread_mutex_unlock(&g->ctx->nccl->lock);
     return ft__nccl_queued(g, s, result);
@@ -11520,8 +11516,7 @@ static ft_status ft__nccl_exchange(ft_group *g, ft_stream *s, const ft__message 
     FT_TRY(ft__nccl_ready(g));
     pthread_mutex_lock(&g->ctx->nccl->lock);
     if (!g->nccl->comm) result = ncclInvalidUsage;
-    snprintf(g->nccl->what, sizeof g->nccl->what, "exchange of %lld messages on group \"%.60s\" "
-             "(rank %d of %d)", (long long)n, g->name, g->rank, g->n);
+    ft__nccl_note(g, "exchange", n, "messages", "");
     if (result == ncclSuccess) result = ncclGroupStart();
     for (int64_t i = 0; i < n && result == ncclSuccess; i++)
         result = m[i].is_send

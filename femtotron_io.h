@@ -38,6 +38,7 @@
                                                        >>checkpoint.impl, >>resume.impl
        >>json         an emitter for nested JSON       >>json.impl
        >>log          metrics as JSON lines            >>log.impl
+       >>tensorboard  metrics for TensorBoard          >>tensorboard.impl
        >>record       what a rank did in a step        >>record.impl
        >>trace        it, for Chrome and Perfetto      >>trace.impl
        >>report       it, as a page to read            >>report.impl
@@ -124,14 +125,16 @@
                                       until they are written        writing
        ft_io_llama_resume             1 MiB and the manifest's      a pass over the blocks in which
                                                                     the rank's elements lie
+       ft_io_tb_scalar                43 B and its tag, until       8 shifts a byte, twice
+                                      _flush
 
    OWNERSHIP, THREADS, ERRORS
      What _open or _create gives, the matching _close, _finish or _abandon takes back; pointers into
      it die with it. Files opened for reading may be used by any number of threads at once; a
-     writer, an emitter, a log, a checkpoint or its reader by one at a time (a checkpoint has a
-     thread of its own, which touches nothing of the caller's). Paths, names and keys that are passed
-     in are copied. Fallible functions return ft_status, and ft_last_error() names the file, what is
-     wrong, and where.
+     writer, an emitter, a log (of either kind), a checkpoint or its reader by one at a time (a
+     checkpoint has a thread of its own, which touches nothing of the caller's). Paths, names and keys
+     that are passed in are copied. Fallible functions return ft_status, and ft_last_error() names the
+     file, what is wrong, and where.
 
    LETTERS  B batch of a rank, T tokens of a sequence, G samples of the global batch, N windows,
             R ranks, M micro-batches.
@@ -843,6 +846,8 @@ FT_API void ft_io_json_key(ft_io_json *json, const char *key);
 FT_API void ft_io_json_int(ft_io_json *json, int64_t value);
 FT_API void ft_io_json_float(ft_io_json *json, double value);
 /* %.9g, which keeps every float; NaN and infinities, which JSON lacks, become null. */
+FT_API void ft_io_json_double(ft_io_json *json, double value);
+/* The same with as many digits, 9 to 17, as keep this double: for times since 1970. */
 FT_API void ft_io_json_bool(ft_io_json *json, int value);
 FT_API void ft_io_json_null(ft_io_json *json);
 FT_API void ft_io_json_string(ft_io_json *json, const char *value);
@@ -863,6 +868,7 @@ FT_API ft_status ft_io_log_open(const char *path, int append, ft_io_log **out);
 FT_API void ft_io_log_begin(ft_io_log *log);
 FT_API void ft_io_log_int(ft_io_log *log, const char *key, int64_t value);
 FT_API void ft_io_log_float(ft_io_log *log, const char *key, double value);
+FT_API void ft_io_log_double(ft_io_log *log, const char *key, double value);
 FT_API void ft_io_log_string(ft_io_log *log, const char *key, const char *value);
 FT_API ft_io_json *ft_io_log_json(ft_io_log *log);
 /* The emitter of the open row, for nested values: ft_io_json_key, then the value. */
@@ -872,6 +878,42 @@ FT_API ft_status ft_io_log_end(ft_io_log *log);
    own. */
 FT_API ft_status ft_io_log_close(ft_io_log *log);
 /* FT_ERR_STATE if a row is open; it is not written. NULL is allowed. */
+
+/* ------------------------------------------------------------------------------- >>tensorboard */
+
+/* Event files of TensorBoard: a directory is a run, and all event files in it are read as one, so a
+   run that goes on opens a new file with its further steps. A file is a sequence of records,
+
+       length uint64 | masked CRC-32C of the length | payload | masked CRC-32C of the payload
+
+   (TFRecord; a mask is a rotation by 15 bits to the right, and + 0xa282ead8), and each payload is a
+   protocol buffer, Event (tensorboard/compat/proto/event.proto, summary.proto):
+
+       1 wall_time double | 2 step int64 | 3 file_version string, or 5 summary of
+                                                                  1 value of 1 tag string and
+                                                                             2 simple_value float */
+typedef struct ft_io_tb ft_io_tb;
+
+FT_API ft_status ft_io_tb_open(const char *directory, double wall_time, ft_io_tb **out);
+/* Makes the directory, and those above it, where they are missing, and in it a new file,
+   events.out.tfevents.SECONDS.HOST.PID.N, with N the first that is free. It begins with an event of
+   the version, "brain.Event:2". wall_time counts seconds since 1970, here and below.
+   FT_ERR_IO, naming the path: the directory or the file cannot be made or written. */
+FT_API void ft_io_tb_scalar(ft_io_tb *log, const char *tag, int64_t step, double wall_time,
+                            double value);
+/* An event, kept in memory until _flush. `tag` (UTF-8, not empty) names the chart. The value is
+   stored as a float, as TensorBoard's own writers do; NaN and infinities are values. A NULL log is
+   allowed and does nothing. An event that cannot be made (a bad tag, no memory) is left out, and the
+   next _flush says so. */
+FT_API ft_status ft_io_tb_flush(ft_io_tb *log);
+/* Writes the events since the last time in one write, so that a reader sees whole steps. The first
+   error since then. What could not be written goes before the next events at the next _flush. */
+FT_API ft_status ft_io_tb_close(ft_io_tb *log);
+/* Flushes first. NULL is allowed. */
+
+FT_API uint32_t ft_io_crc32c(const void *bytes, size_t n);
+/* CRC-32C (Castagnoli), as in iSCSI (RFC 3720, 12.1 and B.4): polynomial 0x1EDC6F41, reflected,
+   begun with and ended by an inversion. 0 for no bytes. */
 
 /* ------------------------------------------------------------------------------------ >>record */
 
@@ -954,6 +996,7 @@ FT_API ft_status ft_io_report_write(const char *path, const ft_io_report *report
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/types.h>
+#include <sys/utsname.h>
 #include <unistd.h>
 
 #if defined(__BYTE_ORDER__) && defined(__ORDER_BIG_ENDIAN__)
@@ -1383,17 +1426,13 @@ static void ft__io_json_spill(ft_io_json *json)
     json->text.n = 0;
 }
 
-static void ft__io_json_put(ft_io_json *json, const char *bytes, size_t n)
+/* 0 if there is no memory; the text is as it was then. */
+static int ft__io_text_put(ft__io_text *text, const void *bytes, size_t n)
 {
-    ft__io_text *text = &json->text;
-    if (json->status != FT_OK) return;
     if (n > text->capacity - text->n) {
         const size_t more = (text->n + n) * 2 + 256;
         char *grown = (char *)FT_MALLOC(more);
-        if (grown == NULL) {
-            ft__io_json_fail(json, FT_ERR_OOM, "no memory for %zu bytes of JSON", more);
-            return;
-        }
+        if (grown == NULL) return 0;
         if (text->n > 0) memcpy(grown, text->bytes, text->n);
         FT_FREE(text->bytes);
         text->bytes = grown;
@@ -1401,7 +1440,15 @@ static void ft__io_json_put(ft_io_json *json, const char *bytes, size_t n)
     }
     memcpy(text->bytes + text->n, bytes, n);
     text->n += n;
-    if (text->n >= FT__IO_SPILL) ft__io_json_spill(json);
+    return 1;
+}
+
+static void ft__io_json_put(ft_io_json *json, const char *bytes, size_t n)
+{
+    if (json->status != FT_OK) return;
+    if (!ft__io_text_put(&json->text, bytes, n))
+        ft__io_json_fail(json, FT_ERR_OOM, "no memory for %zu bytes of JSON", json->text.n + n);
+    else if (json->text.n >= FT__IO_SPILL) ft__io_json_spill(json);
 }
 
 static void ft__io_json_escape(ft_io_json *json, const char *string)
@@ -1520,7 +1567,7 @@ FT_API void ft_io_json_int(ft_io_json *json, int64_t value)
     ft__io_json_put(json, text, (size_t)n);
 }
 
-FT_API void ft_io_json_float(ft_io_json *json, double value)
+static void ft__io_json_number(ft_io_json *json, double value, int digits)
 {
     char text[40], clean[40];
     int n = 0;
@@ -1529,7 +1576,7 @@ FT_API void ft_io_json_float(ft_io_json *json, double value)
         return;
     }
     if (!ft__io_json_value(json)) return;
-    snprintf(text, sizeof text, "%.9g", value);
+    snprintf(text, sizeof text, "%.*g", digits, value);
     /* Whatever is neither digit, sign nor exponent is the decimal point of the program's locale,
        which may be a comma, or several bytes; JSON's is a dot. */
     for (const char *c = text; *c != 0; c++) {
@@ -1537,6 +1584,23 @@ FT_API void ft_io_json_float(ft_io_json *json, double value)
         if (plain || n == 0 || clean[n - 1] != '.') clean[n++] = plain ? *c : '.';
     }
     ft__io_json_put(json, clean, (size_t)n);
+}
+
+FT_API void ft_io_json_float(ft_io_json *json, double value)
+{
+    ft__io_json_number(json, value, 9);
+}
+
+FT_API void ft_io_json_double(ft_io_json *json, double value)
+{
+    char text[40];
+    int digits = 9;
+    for (; digits < 17; digits++) {
+        snprintf(text, sizeof text, "%.*g", digits, value);
+        const double read = strtod(text, NULL);
+        if (read <= value && read >= value) break;
+    }
+    ft__io_json_number(json, value, digits);
 }
 
 FT_API void ft_io_json_bool(ft_io_json *json, int value)
@@ -7590,6 +7654,13 @@ FT_API void ft_io_log_float(ft_io_log *log, const char *key, double value)
     ft_io_json_float(json, value);
 }
 
+FT_API void ft_io_log_double(ft_io_log *log, const char *key, double value)
+{
+    ft_io_json *json = ft_io_log_json(log);
+    ft_io_json_key(json, key);
+    ft_io_json_double(json, value);
+}
+
 FT_API void ft_io_log_string(ft_io_log *log, const char *key, const char *value)
 {
     ft_io_json *json = ft_io_log_json(log);
@@ -7638,6 +7709,250 @@ FT_API ft_status ft_io_log_close(ft_io_log *log)
     FT_FREE(log->json.text.bytes);
     FT_FREE(log->json.name);
     FT_FREE(log);
+    return status;
+}
+
+/* -------------------------------------------------------------------------- >>tensorboard.impl */
+
+/* Bit by bit: a step's few hundred bytes are not worth a table that threads would share. */
+FT_API uint32_t ft_io_crc32c(const void *bytes, size_t n)
+{
+    uint32_t crc = 0xffffffffu;
+    for (size_t i = 0; i < n; i++) {
+        crc ^= ((const unsigned char *)bytes)[i];
+        for (int bit = 0; bit < 8; bit++) crc = crc >> 1 ^ (0x82f63b78u & (0u - (crc & 1u)));
+    }
+    return ~crc;
+}
+
+struct ft_io_tb {
+    ft__io_text text;  /* events that are not in the file yet */
+    int fd;
+    char *path;
+    int no_memory;     /* for the event at work */
+    ft_status status;  /* the first error since the last flush, and its text */
+    const char *wrong;
+};
+
+static void ft__io_tb_fail(ft_io_tb *log, ft_status status, const char *wrong)
+{
+    if (log->status != FT_OK) return;
+    log->status = status;
+    log->wrong = wrong;
+}
+
+static void ft__io_tb_put(ft_io_tb *log, const void *bytes, size_t n)
+{
+    if (!log->no_memory && !ft__io_text_put(&log->text, bytes, n)) log->no_memory = 1;
+}
+
+static void ft__io_tb_le(ft_io_tb *log, uint64_t value, int bytes)
+{
+    unsigned char at[8];
+    for (int i = 0; i < bytes; i++) at[i] = (unsigned char)(value >> 8 * i);
+    ft__io_tb_put(log, at, (size_t)bytes);
+}
+
+/* Seven bits a byte, the lowest first; all but the last have the top bit. */
+static void ft__io_tb_varint(ft_io_tb *log, uint64_t value)
+{
+    for (; value > 127; value >>= 7) ft__io_tb_le(log, (value & 127) | 128, 1);
+    ft__io_tb_le(log, value, 1);
+}
+
+static size_t ft__io_tb_varint_bytes(uint64_t value)
+{
+    size_t n = 1;
+    for (; value > 127; value >>= 7) n++;
+    return n;
+}
+
+/* The CRC of what follows the first `from` bytes, rotated and shifted so that a CRC over data that
+   holds CRCs stays a good one. */
+static void ft__io_tb_crc(ft_io_tb *log, size_t from)
+{
+    if (log->no_memory) return;
+    const uint32_t crc = ft_io_crc32c(log->text.bytes + from, log->text.n - from);
+    ft__io_tb_le(log, (uint32_t)((crc >> 15 | crc << 17) + 0xa282ead8u), 4);
+}
+
+/* A field of a known number of bytes that follow: its number, wire type 2, the length. */
+static void ft__io_tb_field(ft_io_tb *log, int field, size_t bytes)
+{
+    ft__io_tb_le(log, (uint64_t)field << 3 | 2, 1);
+    ft__io_tb_varint(log, bytes);
+}
+
+static size_t ft__io_tb_field_bytes(size_t bytes)
+{
+    return 1 + ft__io_tb_varint_bytes(bytes) + bytes;
+}
+
+static uint64_t ft__io_tb_double_bits(double value)
+{
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+/* The record's length and the event's first two fields; `rest` bytes of the event follow. A step 0
+   is not written, as protocol buffers have it. Returns where the payload begins. */
+static size_t ft__io_tb_begin(ft_io_tb *log, double wall_time, int64_t step, size_t rest)
+{
+    const size_t begin = log->text.n;
+    const size_t step_bytes = step == 0 ? 0 : 1 + ft__io_tb_varint_bytes((uint64_t)step);
+    log->no_memory = 0;
+    ft__io_tb_le(log, 1 + 8 + step_bytes + rest, 8);
+    ft__io_tb_crc(log, begin);
+    const size_t payload = log->text.n;
+    ft__io_tb_le(log, 1 << 3 | 1, 1);
+    ft__io_tb_le(log, ft__io_tb_double_bits(wall_time), 8);
+    if (step != 0) ft__io_tb_le(log, 2 << 3 | 0, 1);
+    if (step != 0) ft__io_tb_varint(log, (uint64_t)step);
+    return payload;
+}
+
+/* The record that began at `begin` ends, or is taken out again if there was no memory for it. */
+static void ft__io_tb_end(ft_io_tb *log, size_t begin, size_t payload)
+{
+    ft__io_tb_crc(log, payload);
+    if (!log->no_memory) return;
+    log->text.n = begin;
+    ft__io_tb_fail(log, FT_ERR_OOM, "no memory for an event");
+}
+
+static void ft__io_tb_version(ft_io_tb *log, double wall_time)
+{
+    const char *version = "brain.Event:2";
+    const size_t n = strlen(version);
+    const size_t payload = ft__io_tb_begin(log, wall_time, 0, ft__io_tb_field_bytes(n));
+    ft__io_tb_field(log, 3, n);
+    ft__io_tb_put(log, version, n);
+    ft__io_tb_end(log, 0, payload);
+}
+
+FT_API void ft_io_tb_scalar(ft_io_tb *log, const char *tag, int64_t step, double wall_time,
+                            double value)
+{
+    if (log == NULL) return;
+    if (tag == NULL || tag[0] == 0 || !ft__io_utf8_valid(tag)) {
+        ft__io_tb_fail(log, FT_ERR_ARG, "a tag must be UTF-8, and not empty");
+        return;
+    }
+    const size_t begin = log->text.n, n = strlen(tag);
+    const size_t value_bytes = ft__io_tb_field_bytes(n) + 5;
+    const size_t summary_bytes = ft__io_tb_field_bytes(value_bytes);
+    const float narrow = (float)value;
+    uint32_t bits;
+    memcpy(&bits, &narrow, sizeof bits);
+    const size_t payload =
+        ft__io_tb_begin(log, wall_time, step, ft__io_tb_field_bytes(summary_bytes));
+    ft__io_tb_field(log, 5, summary_bytes);
+    ft__io_tb_field(log, 1, value_bytes);
+    ft__io_tb_field(log, 1, n);
+    ft__io_tb_put(log, tag, n);
+    ft__io_tb_le(log, 2 << 3 | 5, 1);
+    ft__io_tb_le(log, bits, 4);
+    ft__io_tb_end(log, begin, payload);
+}
+
+FT_API ft_status ft_io_tb_flush(ft_io_tb *log)
+{
+    if (log == NULL) return FT_OK;
+    size_t written;
+    const ft_status status = log->status;
+    const int error = ft__io_write(log->fd, log->text.bytes, log->text.n, &written);
+    log->text.n -= written;
+    if (written > 0 && log->text.n > 0)
+        memmove(log->text.bytes, log->text.bytes + written, log->text.n);
+    log->status = FT_OK;
+    if (status != FT_OK) return ft_error(status, "%s: %s", log->path, log->wrong);
+    if (error == 0) return FT_OK;
+    return ft_error(FT_ERR_IO, "%s: cannot write events, %zu bytes are left: %s", log->path,
+                    log->text.n, strerror(error));
+}
+
+static void ft__io_tb_free(ft_io_tb *log)
+{
+    FT_FREE(log->text.bytes);
+    FT_FREE(log->path);
+    FT_FREE(log);
+}
+
+FT_API ft_status ft_io_tb_close(ft_io_tb *log)
+{
+    if (log == NULL) return FT_OK;
+    ft_status status = ft_io_tb_flush(log);
+    if (close(log->fd) != 0 && status == FT_OK)
+        status = ft_error(FT_ERR_IO, "%s: cannot close: %s", log->path, strerror(errno));
+    ft__io_tb_free(log);
+    return status;
+}
+
+/* Makes the directory `path`, which is changed on the way and restored. */
+static ft_status ft__io_tb_directory(char *path)
+{
+    struct stat info;
+    for (char *slash = strchr(path + 1, '/'); slash != NULL; slash = strchr(slash + 1, '/')) {
+        *slash = 0;
+        (void)mkdir(path, 0777); /* what is wrong shows at the last one */
+        *slash = '/';
+    }
+    if (mkdir(path, 0777) == 0) return FT_OK;
+    const int error = errno;
+    if (stat(path, &info) == 0 && S_ISDIR(info.st_mode)) return FT_OK;
+    return ft_error(FT_ERR_IO, "%s: cannot make the directory: %s", path, strerror(error));
+}
+
+/* Opens DIRECTORY/events.out.tfevents.SECONDS.HOST.PID.N; the path has room for it. */
+static ft_status ft__io_tb_create(ft_io_tb *log, size_t n, size_t room, double wall_time)
+{
+    struct utsname host;
+    if (uname(&host) != 0) snprintf(host.nodename, sizeof host.nodename, "host");
+    for (char *c = host.nodename; *c != 0; c++)
+        if (*c == '/') *c = '_';
+    for (int i = 0; i < 10000; i++) {
+        snprintf(log->path + n, room - n, "/events.out.tfevents.%010lld.%s.%lld.%d",
+                 (long long)wall_time, host.nodename, (long long)getpid(), i);
+        log->fd = ft__io_open_fd(log->path, O_CREAT | O_EXCL | O_APPEND | O_WRONLY);
+        if (log->fd >= 0 || errno != EEXIST) break;
+    }
+    if (log->fd >= 0) return FT_OK;
+    return ft_error(FT_ERR_IO, "%s: cannot open for writing: %s", log->path, strerror(errno));
+}
+
+FT_API ft_status ft_io_tb_open(const char *directory, double wall_time, ft_io_tb **out)
+{
+    enum { NAME = 21 + 20 + (int)sizeof(((struct utsname *)0)->nodename) + 20 + 12 };
+    if (directory == NULL || directory[0] == 0 || out == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_tb_open: directory and out must not be NULL or empty");
+    *out = NULL;
+    if (!(wall_time >= 0 && wall_time < 1e15))
+        return ft_error(FT_ERR_ARG, "ft_io_tb_open: wall_time is %g, not seconds since 1970",
+                        wall_time);
+    const size_t n = strlen(directory), room = n + NAME;
+    ft_io_tb *log = (ft_io_tb *)FT_MALLOC(sizeof *log);
+    if (log == NULL) return ft__io_oom(directory, sizeof *log);
+    memset(log, 0, sizeof *log);
+    log->fd = -1;
+    log->path = (char *)FT_MALLOC(room);
+    ft_status status = FT_OK;
+    if (log->path == NULL) status = ft__io_oom(directory, room);
+    if (status == FT_OK) {
+        memcpy(log->path, directory, n + 1);
+        status = ft__io_tb_directory(log->path);
+    }
+    if (status == FT_OK) status = ft__io_tb_create(log, n, room, wall_time);
+    if (status == FT_OK) {
+        ft__io_tb_version(log, wall_time);
+        status = ft_io_tb_flush(log);
+    }
+    if (status == FT_OK) {
+        *out = log;
+        return FT_OK;
+    }
+    if (log->fd >= 0) close(log->fd);
+    ft__io_tb_free(log);
     return status;
 }
 

@@ -402,8 +402,16 @@ int MEMPLAN_MAIN(int argc, char **argv) {
         print_memplan_help();
         return output_written() ? EXIT_SUCCESS : EXIT_FAILURE;
     }
-    if (!parse_options(w.n, w.word, &p.set)) return EXIT_USAGE;
+    if (!parse_options(w.n, w.word, &p.set)) {
+        free_settings(&p.set);
+        return EXIT_USAGE;
+    }
     p.set.device = FT_META;
+    if (p.set.print_config) {
+        print_config(&p.set);
+        free_settings(&p.set);
+        return output_written() ? EXIT_SUCCESS : EXIT_FAILURE;
+    }
     p.set.data.n = p.set.eval_data.n = 0;
     if (ask.sweep) status = run_sweep(&p.set, &ask);
     else if (ask.explain) status = explain(&p.set);
@@ -414,5 +422,6 @@ int MEMPLAN_MAIN(int argc, char **argv) {
     } else {
         status = close_program(&p, status);
     }
+    free_settings(&p.set);
     return status == FT_OK && output_written() ? EXIT_SUCCESS : EXIT_FAILURE;
 }

@@ -35,6 +35,9 @@
 #include "femtotron_llama.h"
 #include "femtotron_io.h"
 
+#ifdef FT_CJSON
+#include <cjson/cJSON.h>
+#endif
 #include <errno.h>
 #include <fcntl.h>
 #include <math.h>
@@ -54,6 +57,7 @@ enum { EXIT_USAGE = 2 };
 /* -------------------------------------------------------------------------------------- options */
 
 typedef struct paths { const char *const *path; int n; } paths;
+typedef struct set_block { struct set_block *next; } set_block; /* memory of settings */
 
 typedef struct settings {
     int64_t device; /* ft_device; DEVICE_AUTO until it is resolved */
@@ -87,6 +91,9 @@ typedef struct settings {
     int64_t sample, hash, verbose, help;
     const char *checkpoint_dir, *resume; /* resume: "auto" or a path */
     int64_t checkpoint_every, keep;      /* 0: at the end; all */
+    const char *tensorboard, *config_path;
+    int64_t print_config;
+    set_block *blocks;     /* what --config brought; free_settings() */
 } settings;
 
 enum { DEVICE_AUTO = 3 }; /* the words before it are the ft_device of the same value */
@@ -260,7 +267,12 @@ static const option options[] = {
      "the most in one of its files (suffix KiB, MiB, GiB)"},
     {"--log", TAKES_PATH, "FILE", AT(log_path), 0, 0, NULL,
      "one JSON object a step: step, loss, grad_norm, lr, tokens (so far),\n"
-     "tokens_per_s, peak_bytes (of rank 0)"},
+     "tokens_per_s, peak_bytes (of rank 0), step_s, elapsed_s, wall_time (seconds since\n"
+     "1970), skipped (updates, so far), on a known GPU mfu; and one a validation: step,\n"
+     "eval_loss, elapsed_s, wall_time"},
+    {"--tensorboard", TAKES_PATH, "DIR", AT(tensorboard), 0, 0, NULL,
+     "a new event file for TensorBoard in this directory: loss, grad_norm, lr,\n"
+     "tokens_per_s, peak_bytes, on a known GPU mfu, and eval_loss"},
     {"--memory-json", TAKES_PATH, "FILE", AT(memory_json_path), 0, 0, NULL,
      "every rank's peak bytes, and by tag at that moment, as JSON"},
     {"--report", TAKES_PATH, "FILE", AT(report_path), 0, 0, NULL,
@@ -284,6 +296,12 @@ static const option options[] = {
      "print a hash of all fp32 weights, the same for every layout"},
     {"--verbose", TAKES_NONE, "", AT(verbose), 0, 0, NULL,
      "print the mesh, each stage's layers and a drawing of the schedule"},
+    {"--config", TAKES_PATH, "FILE.json", AT(config_path), 0, 0, NULL,
+     "flags from a JSON object: names without --, numbers, true or false, strings, for lists\n"
+     "of files arrays of strings. Flags on the command line win over the file. Names of files\n"
+     "in it are relative to the working directory"},
+    {"--print-config", TAKES_NONE, "", AT(print_config), 0, 0, NULL,
+     "print all settings, defaults too, as such a file, and exit"},
     {"--help", TAKES_NONE, "", AT(help), 0, 0, NULL, "print this and exit"},
 };
 
@@ -397,6 +415,7 @@ static int parse_value(const option *opt, const char *text, settings *set) {
         *(const char **)(void *)field = text;
         return 1;
     case TAKES_PATH:
+    case TAKES_AUTO:
         if (text[0] == '\0') return bad("%s needs a name", opt->name);
         *(const char **)(void *)field = text;
         return 1;
@@ -426,6 +445,202 @@ static int parse_option(const option *opt, int argc, char **argv, int *next, set
     for (list->n = 0; *next < argc && !is_flag(argv[*next]); (*next)++) list->n++;
     return 1;
 }
+
+static const option *find_option(const char *name) {
+    int i = 0;
+    while (i < OPTION_COUNT && strcmp(options[i].name, name) != 0) i++;
+    return i < OPTION_COUNT ? &options[i] : NULL;
+}
+
+static int parse_flags(int argc, char **argv, int *given, settings *set) {
+    int next = 1;
+    memset(given, 0, OPTION_COUNT * sizeof *given);
+    while (next < argc) {
+        const char *word = argv[next++];
+        const option *opt = find_option(word);
+        if (!opt) return bad("%s: unknown flag", word);
+        if (given[opt - options]++) return bad("%s is given twice", word);
+        if (!parse_option(opt, argc, argv, &next, set)) return 0;
+    }
+    return 1;
+}
+
+static int set_defaults(settings *set) {
+    int i;
+    memset(set, 0, sizeof *set);
+    for (i = 0; i < OPTION_COUNT; i++)
+        if (options[i].initial && !parse_value(&options[i], options[i].initial, set)) return 0;
+    return 1;
+}
+
+static void free_settings(settings *set) {
+    while (set->blocks) {
+        set_block *next = set->blocks->next;
+        free(set->blocks);
+        set->blocks = next;
+    }
+}
+
+/* ----------------------------------------------------------------------------- options in a file */
+
+/* From here on JSON's readers may round whole numbers; in a file they are strings. */
+#define EXACT_INT ((int64_t)1 << 53)
+
+static int is_boolean(const option *opt) {
+    return opt->kind == TAKES_NONE || opt->kind == TAKES_SWITCH ||
+           (opt->kind == TAKES_WORD && strcmp(opt->value, "0|1") == 0);
+}
+
+/* What would make no sense in a file. */
+static int stays_outside(const option *opt) {
+    return opt->offset == AT(config_path) || opt->offset == AT(print_config) ||
+           opt->offset == AT(help);
+}
+
+#ifdef FT_CJSON
+
+static void *keep(settings *set, size_t bytes) {
+    set_block *block = (set_block *)malloc(sizeof *block + bytes);
+    if (!block) {
+        bad("no memory for %zu bytes of --config", bytes);
+        return NULL;
+    }
+    block->next = set->blocks;
+    set->blocks = block;
+    return block + 1;
+}
+
+static const char *keep_text(settings *set, const char *text) {
+    size_t bytes = strlen(text) + 1;
+    void *copy = keep(set, bytes);
+    return copy ? (const char *)memcpy(copy, text, bytes) : NULL;
+}
+
+/* The whole file; NULL, after a message, if it cannot be read or is no text. */
+static char *read_config_text(settings *set, const char *path) {
+    enum { MOST = 1 << 20 };
+    FILE *file = fopen(path, "rb");
+    char *text = file ? (char *)keep(set, MOST + 1) : NULL;
+    size_t n;
+    int failed;
+    if (!file) bad("--config %s: %s", path, strerror(errno));
+    if (!text) {
+        if (file) fclose(file);
+        return NULL;
+    }
+    n = fread(text, 1, MOST + 1, file);
+    failed = ferror(file) ? errno : 0;
+    fclose(file);
+    if (failed) return bad("--config %s: %s", path, strerror(failed)) ? text : NULL;
+    if (n > MOST) return bad("--config %s: more than %d bytes", path, MOST) ? text : NULL;
+    text[n] = '\0';
+    if (strlen(text) != n || strstr(text, "\\u0000"))
+        return bad("--config %s: a zero byte is no part of a name", path) ? text : NULL;
+    return text;
+}
+
+/* The names of files in an array, which replace the list. */
+static int config_paths(const option *opt, const cJSON *item, settings *set) {
+    paths *list = (paths *)(void *)((char *)set + opt->offset);
+    const cJSON *child;
+    int n = 0;
+    for (child = item->child; child; child = child->next, n++)
+        if (!cJSON_IsString(child)) break;
+    if (!cJSON_IsArray(item) || child || n == 0)
+        return bad("%s must be an array of strings", opt->name);
+    const char **path = (const char **)keep(set, (size_t)n * sizeof *path);
+    if (!path) return 0;
+    list->path = path;
+    list->n = n;
+    for (child = item->child; child; child = child->next)
+        if (!(*path++ = keep_text(set, child->valuestring))) return 0;
+    return 1;
+}
+
+/* A number goes the way of the flag's text. */
+static int config_number(const option *opt, const cJSON *item, settings *set) {
+    double x = item->valuedouble;
+    char text[40];
+    if (opt->kind != TAKES_REAL && (x >= (double)EXACT_INT || x <= -(double)EXACT_INT))
+        return bad("%s %.17g: from 2^53 on, a whole number must be a string here", opt->name, x);
+    snprintf(text, sizeof text, "%.17g", x);
+    return parse_value(opt, text, set);
+}
+
+static int config_string(const option *opt, const cJSON *item, settings *set) {
+    const char *text = keep_text(set, item->valuestring);
+    if (!text || !parse_value(opt, text, set)) return 0;
+    if (opt->kind != TAKES_INT || *int_field(set, opt->offset) >= EXACT_INT) return 1;
+    return bad("%s must be a number", opt->name);
+}
+
+static int config_value(const option *opt, const cJSON *item, settings *set) {
+    int number = cJSON_IsNumber(item), string = cJSON_IsString(item);
+    if (is_boolean(opt)) {
+        if (!cJSON_IsBool(item)) return bad("%s must be true or false", opt->name);
+        *int_field(set, opt->offset) = cJSON_IsTrue(item) != 0;
+        return 1;
+    }
+    switch (opt->kind) {
+    case TAKES_PATHS: return config_paths(opt, item, set);
+    case TAKES_REAL:
+        return number ? config_number(opt, item, set) : bad("%s must be a number", opt->name);
+    case TAKES_INT:
+    case TAKES_BYTES:
+        if (number) return config_number(opt, item, set);
+        if (string) return config_string(opt, item, set);
+        return bad("%s must be a number", opt->name);
+    default:
+        return string ? config_string(opt, item, set) : bad("%s must be a string", opt->name);
+    }
+}
+
+/* Messages call the option by the file and the key. */
+static int config_key(const char *path, const cJSON *item, int *given, settings *set) {
+    char flag[64], *name;
+    const option *opt;
+    option named;
+    size_t bytes = strlen(path) + strlen(item->string) + 8;
+    snprintf(flag, sizeof flag, "--%s", item->string);
+    opt = strlen(item->string) < sizeof flag - 2 ? find_option(flag) : NULL;
+    if (!opt) return bad("%s: \"%s\": unknown key", path, item->string);
+    if (stays_outside(opt)) return bad("%s: \"%s\" cannot stand in a file", path, item->string);
+    if (given[opt - options]++) return bad("%s: \"%s\" is there twice", path, item->string);
+    name = (char *)keep(set, bytes);
+    if (!name) return 0;
+    snprintf(name, bytes, "%s: \"%s\":", path, item->string);
+    named = *opt;
+    named.name = name;
+    return config_value(&named, item, set);
+}
+
+static int read_config(const char *path, int *given, settings *set) {
+    const char *text = read_config_text(set, path), *end = NULL;
+    const cJSON *item;
+    cJSON *root;
+    int ok = 1;
+    if (!text) return 0;
+    memset(given, 0, OPTION_COUNT * sizeof *given);
+    root = cJSON_ParseWithOpts(text, &end, 1);
+    if (!root) return bad("--config %s: not JSON, at byte %lld", path,
+                          end ? (long long)(end - text) : 0LL);
+    if (!cJSON_IsObject(root)) ok = bad("--config %s: not a JSON object", path);
+    for (item = root->child; ok && item; item = item->next)
+        ok = config_key(path, item, given, set);
+    cJSON_Delete(root);
+    return ok;
+}
+
+#else
+
+static int read_config(const char *path, int *given, settings *set) {
+    (void)given;
+    (void)set;
+    return bad("--config %s: this program was built without cJSON; install it (libcjson-dev) and "
+               "build with -DFT_CJSON ... -lcjson, as make build/train_llama does", path);
+}
+
+#endif /* FT_CJSON */
 
 /* -------------------------------------------------------------------------------------- models */
 
@@ -488,7 +703,7 @@ static void preset_config(const preset *m, ft_io_hf_config *c) {
     c->rope_scaling.original_context = 8192;
 }
 
-static int read_config(const char *flag, const char *path, ft_io_hf_config *config) {
+static int read_model(const char *flag, const char *path, ft_io_hf_config *config) {
 #ifdef FT_CJSON
     if (ft_io_hf_config_read(path, config) == FT_OK) return 1;
     return bad("%s: %s", flag, ft_last_error());
@@ -502,14 +717,14 @@ static int read_config(const char *flag, const char *path, ft_io_hf_config *conf
 static int find_config(const settings *set, ft_io_hf_config *config) {
     struct stat info;
     int i;
-    if (!set->model) return read_config("--init-from", set->init_from, config);
+    if (!set->model) return read_model("--init-from", set->init_from, config);
     for (i = 0; i < PRESETS; i++)
         if (strcmp(presets[i].name, set->model) == 0) {
             preset_config(&presets[i], config);
             return 1;
         }
     if (strchr(set->model, '/') || stat(set->model, &info) == 0)
-        return read_config("--model", set->model, config);
+        return read_model("--model", set->model, config);
     fprintf(stderr, "error: --model %s: is no file or directory, and not one of", set->model);
     for (i = 0; i < PRESETS; i++) fprintf(stderr, " %s", presets[i].name);
     return fputs("; see --help\n", stderr) < 0;
@@ -546,21 +761,106 @@ static int apply_model(settings *set, const int *given) {
            take_size(set, given, AT(qk_norm), c->qk_norm);
 }
 
+/* Defaults, then the file, then the command line: what comes later wins. */
 static int parse_options(int argc, char **argv, settings *set) {
-    int given[OPTION_COUNT];
-    int next = 1, i;
-    memset(set, 0, sizeof *set);
-    memset(given, 0, sizeof given);
-    for (i = 0; i < OPTION_COUNT; i++)
-        if (options[i].initial && !parse_value(&options[i], options[i].initial, set)) return 0;
-    while (next < argc) {
-        const char *word = argv[next++];
-        for (i = 0; i < OPTION_COUNT && strcmp(options[i].name, word) != 0;) i++;
-        if (i == OPTION_COUNT) return bad("%s: unknown flag", word);
-        if (given[i]++) return bad("%s is given twice", word);
-        if (!parse_option(&options[i], argc, argv, &next, set)) return 0;
+    int given[OPTION_COUNT], in_file[OPTION_COUNT];
+    const char *path;
+    int i;
+    if (!set_defaults(set) || !parse_flags(argc, argv, given, set)) return 0;
+    if ((path = set->config_path) != NULL) {
+        if (!set_defaults(set) || !read_config(path, in_file, set) ||
+            !parse_flags(argc, argv, given, set))
+            return 0;
+        for (i = 0; i < OPTION_COUNT; i++) given[i] |= in_file[i];
     }
     return apply_model(set, given);
+}
+
+static void print_json_text(const char *text, size_t n) {
+    size_t i;
+    putchar('"');
+    for (i = 0; i < n; i++) {
+        unsigned char c = (unsigned char)text[i];
+        if (c < 32) printf("\\u%04x", c);
+        else printf("%s%c", c == '"' || c == '\\' ? "\\" : "", c);
+    }
+    putchar('"');
+}
+
+/* The fewest digits that are read as the same number. */
+static void print_real(double value) {
+    char text[40];
+    int digits = 6;
+    do snprintf(text, sizeof text, "%.*g", digits, value);
+    while (strtod(text, NULL) != value && ++digits < 18);
+    fputs(text, stdout);
+}
+
+static void print_whole(int64_t value) {
+    printf(value >= EXACT_INT ? "\"%lld\"" : "%lld", (long long)value);
+}
+
+static void print_word(const char *words, int64_t index) {
+    while (index-- > 0) words += strcspn(words, "|") + 1;
+    print_json_text(words, strcspn(words, "|"));
+}
+
+static void print_paths(const paths *list) {
+    int i;
+    for (i = 0; i < list->n; i++) {
+        fputs(i ? ", " : "[", stdout);
+        print_json_text(list->path[i], strlen(list->path[i]));
+    }
+    putchar(']');
+}
+
+/* Nothing was given, and no value says so. */
+static int is_unset(const option *opt, const settings *set) {
+    const char *field = (const char *)set + opt->offset;
+    switch (opt->kind) {
+    case TAKES_INT: return !opt->initial && *(const int64_t *)(const void *)field == 0;
+    case TAKES_BYTES: return *(const int64_t *)(const void *)field == 0;
+    case TAKES_PATH:
+    case TAKES_AUTO:
+    case TAKES_TEXT: return *(const char *const *)(const void *)field == NULL;
+    case TAKES_PATHS: return ((const paths *)(const void *)field)->n == 0;
+    default: return 0;
+    }
+}
+
+static void print_setting(const option *opt, const settings *set) {
+    const char *field = (const char *)set + opt->offset;
+    const int64_t *whole = (const int64_t *)(const void *)field;
+    if (is_boolean(opt)) fputs(*whole ? "true" : "false", stdout);
+    else switch (opt->kind) {
+    case TAKES_REAL: print_real(*(const double *)(const void *)field); break;
+    case TAKES_WORD: print_word(opt->value, *whole); break;
+    case TAKES_SAC:
+        if (*whole != SAC_BUDGET) print_word(opt->value, *whole);
+        else printf("\"budget=%lld\"", (long long)set->sac_budget_bytes);
+        break;
+    case TAKES_PATHS: print_paths((const paths *)(const void *)field); break;
+    case TAKES_PATH:
+    case TAKES_AUTO:
+    case TAKES_TEXT: {
+        const char *text = *(const char *const *)(const void *)field;
+        print_json_text(text, strlen(text));
+        break;
+    }
+    default: print_whole(*whole);
+    }
+}
+
+static void print_config(const settings *set) {
+    const char *before = "{";
+    int i;
+    for (i = 0; i < OPTION_COUNT; i++) {
+        if (stays_outside(&options[i]) || is_unset(&options[i], set)) continue;
+        printf("%s\n  \"%s\": ", before, options[i].name + 2);
+        print_setting(&options[i], set);
+        before = ",";
+    }
+    puts("\n}");
 }
 
 static void print_help(void) {
@@ -617,6 +917,7 @@ typedef struct job {
     ft_mem_plan *mem_plan;        /* records the plan, places the run; NULL without an arena */
     rank_result *results;         /* [R] */
     ft_io_log *log;
+    ft_io_tb *tb;
     int live;                     /* progress as one line that is written over */
     int quiet;                    /* no line for a step or a validation */
     int32_t *text;                /* [prompt + N]: the prompt, then what the model appends */
@@ -625,7 +926,7 @@ typedef struct job {
     double peak_flops;            /* of the GPUs in use, a second; 0: not known */
     int line_open;                /* the live line is not ended yet */
     ft_zero_report report;
-    double first_loss, eval_loss, seconds;
+    double first_loss, eval_loss, begin, seconds; /* begin: of training, by now_s() */
     uint64_t hash;
     int64_t first_step, steps_done; /* of this run: it began at one, and ended before the other */
     int evaluated;
@@ -662,6 +963,12 @@ static double now_s(void) {
 }
 
 static const char *thousands(int64_t value, char *text);
+
+static double wall_time(void) { /* seconds since 1970 */
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
 
 static double mib(size_t bytes) { return (double)bytes / (1024.0 * 1024.0); }
 
@@ -947,12 +1254,18 @@ static void print_bar(const job *work, int64_t step) {
 }
 
 /* Model FLOPs utilisation (Chowdhery et al. 2022, appendix B): the step's forward and backward over
-   what the chips could do; "" on the CPU, ? for a chip that the table does not know. */
-static const char *utilisation(const job *work, double seconds, char text[32]) {
+   what the chips could do; 0 where that is not known. */
+static double utilisation(const job *work, double seconds) {
+    if (work->set->device != FT_GPU || work->peak_flops <= 0 || seconds <= 0) return 0;
+    return work->step_flops / seconds / work->peak_flops;
+}
+
+/* "" on the CPU, ? for a chip that the table does not know. */
+static const char *utilisation_text(const job *work, double mfu, char text[32]) {
     text[0] = '\0';
     if (work->set->device != FT_GPU) return text;
-    if (work->peak_flops <= 0 || seconds <= 0) snprintf(text, 32, " | MFU ?");
-    else snprintf(text, 32, " | MFU %.1f%%", 100 * work->step_flops / seconds / work->peak_flops);
+    if (mfu <= 0) snprintf(text, 32, " | MFU ?");
+    else snprintf(text, 32, " | MFU %.1f%%", 100 * mfu);
     return text;
 }
 
@@ -961,6 +1274,47 @@ static int64_t samples_after(const trainer *t, int64_t steps) {
     const settings *set = t->work->set;
     return t->first_samples +
            (steps - t->first_step) * set->dp * set->micro_batch_size * set->micro_batches;
+}
+
+/* A row of the log, and the same figures as an event each. */
+static ft_status log_step(job *work, const trainer *t, int64_t step, double lr, double seconds, double rate,
+                          size_t peak_bytes) {
+    double wall = wall_time(), mfu = utilisation(work, seconds);
+    ft_io_log *log = work->log;
+    ft_io_tb *tb = work->tb;
+    ft_io_log_begin(log);
+    ft_io_log_int(log, "step", step);
+    ft_io_log_float(log, "loss", work->report.loss);
+    ft_io_log_float(log, "grad_norm", work->report.grad_norm);
+    ft_io_log_float(log, "lr", lr);
+    ft_io_log_int(log, "tokens", samples_after(t, step) * work->set->seq_len);
+    ft_io_log_float(log, "tokens_per_s", rate);
+    ft_io_log_int(log, "peak_bytes", (int64_t)peak_bytes);
+    ft_io_log_float(log, "step_s", seconds);
+    ft_io_log_float(log, "elapsed_s", now_s() - work->begin);
+    ft_io_log_double(log, "wall_time", wall);
+    ft_io_log_int(log, "skipped", work->report.skipped);
+    if (mfu > 0) ft_io_log_float(log, "mfu", mfu);
+    ft_io_tb_scalar(tb, "loss", step, wall, work->report.loss);
+    ft_io_tb_scalar(tb, "grad_norm", step, wall, work->report.grad_norm);
+    ft_io_tb_scalar(tb, "lr", step, wall, lr);
+    ft_io_tb_scalar(tb, "tokens_per_s", step, wall, rate);
+    ft_io_tb_scalar(tb, "peak_bytes", step, wall, (double)peak_bytes);
+    if (mfu > 0) ft_io_tb_scalar(tb, "mfu", step, wall, mfu);
+    FT_TRY(ft_io_log_end(log));
+    return ft_io_tb_flush(tb);
+}
+
+static ft_status log_eval(job *work, int64_t step, double loss) {
+    double wall = wall_time();
+    ft_io_log_begin(work->log);
+    ft_io_log_int(work->log, "step", step);
+    ft_io_log_float(work->log, "eval_loss", loss);
+    ft_io_log_float(work->log, "elapsed_s", now_s() - work->begin);
+    ft_io_log_double(work->log, "wall_time", wall);
+    ft_io_tb_scalar(work->tb, "eval_loss", step, wall, loss);
+    FT_TRY(ft_io_log_end(work->log));
+    return ft_io_tb_flush(work->tb);
 }
 
 static ft_status report_step(job *work, const trainer *t, int64_t step, double lr, double seconds) {
@@ -974,20 +1328,11 @@ static ft_status report_step(job *work, const trainer *t, int64_t step, double l
     if (!work->quiet)
         printf("step %lld/%lld | loss %.4f | norm %.4f | lr %.3g | %.0f tok/s%s | peak %.2f MiB%s",
                (long long)step, (long long)work->steps, work->report.loss, work->report.grad_norm,
-               lr, rate, utilisation(work, seconds, text), mib(memory.peak_bytes),
-               work->live ? " " : "\n");
+               lr, rate, utilisation_text(work, utilisation(work, seconds), text),
+               mib(memory.peak_bytes), work->live ? " " : "\n");
     work->line_open = work->live;
     fflush(stdout);
-    if (!work->log) return FT_OK;
-    ft_io_log_begin(work->log);
-    ft_io_log_int(work->log, "step", step);
-    ft_io_log_float(work->log, "loss", work->report.loss);
-    ft_io_log_float(work->log, "grad_norm", work->report.grad_norm);
-    ft_io_log_float(work->log, "lr", lr);
-    ft_io_log_int(work->log, "tokens", samples_after(t, step) * work->set->seq_len);
-    ft_io_log_float(work->log, "tokens_per_s", rate);
-    ft_io_log_int(work->log, "peak_bytes", (int64_t)memory.peak_bytes);
-    return ft_io_log_end(work->log);
+    return log_step(work, t, step, lr, seconds, rate, memory.peak_bytes);
 }
 
 static ft_status report_eval(job *work, int64_t step, double loss) {
@@ -998,11 +1343,7 @@ static ft_status report_eval(job *work, int64_t step, double loss) {
     if (!work->quiet)
         printf("step %lld/%lld | validation loss %.4f\n", (long long)step, (long long)work->steps,
                loss);
-    if (!work->log) return FT_OK;
-    ft_io_log_begin(work->log);
-    ft_io_log_int(work->log, "step", step);
-    ft_io_log_float(work->log, "eval_loss", loss);
-    return ft_io_log_end(work->log);
+    return log_eval(work, step, loss);
 }
 
 static ft_status maybe_evaluate(trainer *t, int64_t step) {
@@ -1199,6 +1540,7 @@ static ft_status train(trainer *t) {
     double begin = now_s();
     int64_t step, every = work->set->checkpoint_every;
     int stop = 0;
+    if (ft_rank(t->ctx) == 0) work->begin = begin;
     for (step = t->first_step; step < work->steps && !stop; step++) {
         double lr = ft_lr_at(&schedule, step), step_begin = now_s();
         ft_zero_report report;
@@ -1608,6 +1950,7 @@ typedef struct program { /* what main() opens and must close */
     char **argv;
     ft_mem_plan *mem_plan;
     ft_io_log *log;
+    ft_io_tb *tb;
     ft_io_json *memory_json;
     double peak_flops;          /* of the GPUs in use; 0: not known, or none */
     int64_t first_step, steps_done; /* of the run */
@@ -1928,6 +2271,8 @@ static ft_status open_inputs(program *p) {
         p->log = NULL;
         FT_TRY(closed);
     }
+    if (set->tensorboard && set->device != FT_META && ft_env_rank() <= 0)
+        FT_TRY(ft_io_tb_open(set->tensorboard, wall_time(), &p->tb));
     p->sac = (ft_sac *)calloc((size_t)set->layers, sizeof *p->sac);
     p->plan = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->plan);
     p->run = (rank_result *)calloc((size_t)rank_count(set), sizeof *p->run);
@@ -2381,6 +2726,7 @@ static ft_status train_for_real(program *p) {
     work.steps = p->set.steps;
     work.results = p->run;
     work.log = p->log;
+    work.tb = p->tb;
     work.records = p->records;
     work.losses = p->losses;
     work.text = p->text;
@@ -2434,10 +2780,10 @@ static ft_status plan_on_meta(program *p) {
     puts(p->set.eval_data.n ? "\nbytes sent by each rank in a step and a validation batch"
                             : "\nbytes sent by each rank in a step");
     FT_TRY(print_traffic(rank_count(&p->set), p->plan));
-    if (p->set.hash || p->set.sample || p->set.log_path || p->set.checkpoint_dir ||
-        p->set.resume || p->set.export_dir)
+    if (p->set.hash || p->set.sample || p->set.log_path || p->set.tensorboard ||
+        p->set.checkpoint_dir || p->set.resume || p->set.export_dir)
         puts("\nmeta has no weights and takes no steps: nothing for --hash, --sample, --log, "
-             "--checkpoint-dir, --resume or --export");
+             "--tensorboard, --checkpoint-dir, --resume or --export");
     return FT_OK;
 }
 
@@ -2580,6 +2926,10 @@ static ft_status close_program(program *p, ft_status status) {
         fprintf(stderr, "error: %s\n", ft_last_error());
     }
     if (p->log) closed = ft_io_log_close(p->log);
+    if (p->tb) {
+        ft_status finished = ft_io_tb_close(p->tb);
+        if (closed == FT_OK) closed = finished;
+    }
     if (p->memory_json) {
         ft_status finished = ft_io_json_finish(p->memory_json);
         if (closed == FT_OK) closed = finished;
@@ -2621,17 +2971,24 @@ int TRAIN_LLAMA_MAIN(int argc, char **argv) {
     /* Of the processes of a launcher one speaks; the errors of all are heard. */
     if (ft_env_rank() > 0 && !freopen("/dev/null", "w", stdout)) return EXIT_FAILURE;
     memset(&p, 0, sizeof p);
-    if (!parse_options(argc, argv, &p.set)) return EXIT_USAGE;
+    if (!parse_options(argc, argv, &p.set)) {
+        free_settings(&p.set);
+        return EXIT_USAGE;
+    }
     p.argc = argc;
     p.argv = argv;
-    if (p.set.help) {
-        print_help();
+    if (p.set.help || p.set.print_config) {
+        if (p.set.help) print_help();
+        else print_config(&p.set);
+        free_settings(&p.set);
         return output_written() ? EXIT_SUCCESS : EXIT_FAILURE;
     }
     if (p.set.device != FT_META && p.set.data.n == 0) {
         bad("--data is missing: training needs files");
+        free_settings(&p.set);
         return EXIT_USAGE;
     }
     ft_status status = close_program(&p, run_program(&p));
+    free_settings(&p.set);
     return status == FT_OK && output_written() ? p.exit_status : EXIT_FAILURE;
 }

@@ -16,7 +16,9 @@
 
 #include <stdio.h> /* before femtotron.h: _POSIX_C_SOURCE is set above */
 
+#ifndef FT_TEST_LINKED /* make compiles the implementation once for many tests */
 #define FEMTOTRON_IMPLEMENTATION
+#endif
 #include "femtotron.h"
 #include "femtotron_zero.h"
 #include "femtotron_tp.h"

@@ -23,7 +23,11 @@
 #include <unistd.h>
 
 #include "temp_files.h"
+#ifdef FT_TEST_LINKED /* make compiles the other headers once for many tests */
+#define FEMTOTRON_IO_IMPLEMENTATION
+#else
 #define FEMTOTRON_IMPLEMENTATION
+#endif
 #include "femtotron.h"
 #include "femtotron_zero.h"
 #include "femtotron_tp.h"

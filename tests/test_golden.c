@@ -18,7 +18,9 @@
    Key biases: softmax nearly ignores them, so their gradients are several times smaller than those
    of q and v. They are as exact as the others at first, but Adam divides by their size. */
 
+#ifndef FT_TEST_LINKED /* make compiles the implementation once for many tests */
 #define FEMTOTRON_IMPLEMENTATION
+#endif
 #include "femtotron.h"
 #include "femtotron_zero.h"
 #include "femtotron_tp.h"

@@ -26,7 +26,11 @@
 #include <unistd.h>
 
 #include "temp_files.h"
+#ifdef FT_TEST_LINKED /* make compiles the other headers once for many tests */
+#define FEMTOTRON_IO_IMPLEMENTATION
+#else
 #define FEMTOTRON_IMPLEMENTATION
+#endif
 #include "femtotron.h"
 #include "femtotron_io.h"
 
@@ -1672,6 +1676,44 @@ static void a_float_comes_back_from_its_text(void **state)
     }
 }
 
+/* A double too, in 9 digits where they are enough, else in as many as it takes. */
+static void a_double_comes_back_from_its_text(void **state)
+{
+    (void)state;
+    static const struct { double value; const char *text; } known[] = {
+        {1e-3, "0.001"}, {1764460800.125, "1764460800.125"}, {0.1, "0.1"}, {-2, "-2"},
+        {1.0 / 3, "0.3333333333333333"}, {1e300, "1e+300"}};
+    const char *path = in_directory("double.json");
+    uint64_t bits = 1;
+    for (int i = 0; i < 306; i++) {
+        double value;
+        size_t n;
+        bits = bits * 6364136223846793005u + 1442695040888963407u;
+        memcpy(&value, &bits, sizeof value);
+        if (i < 6) value = known[i].value;
+        if (!isfinite(value)) continue;
+        FILE *file = fopen(path, "w");
+        ft_io_json *json;
+        assert_ok(ft_io_json_create(file, path, &json));
+        ft_io_json_double(json, value);
+        assert_ok(ft_io_json_finish(json));
+        fclose(file);
+        char *text = read_file(path, &n);
+        assert_true(strtod(text, NULL) == value);
+        text[strcspn(text, "\n")] = 0;
+        if (i < 6) assert_string_equal(text, known[i].text);
+        free(text);
+    }
+    ft_io_log *log;
+    assert_ok(ft_io_log_open(path, 0, &log));
+    ft_io_log_begin(log);
+    ft_io_log_double(log, "t", 1764460800.125);
+    ft_io_log_double(log, "none", NAN);
+    assert_ok(ft_io_log_end(log));
+    assert_ok(ft_io_log_close(log));
+    assert_file_is(path, "{\"t\":1764460800.125,\"none\":null}\n");
+}
+
 static void emits_long_documents(void **state)
 {
     (void)state;
@@ -2090,6 +2132,7 @@ int main(void)
         TEST(escapes_strings),
         TEST(floats_are_json_in_every_locale),
         TEST(a_float_comes_back_from_its_text),
+        TEST(a_double_comes_back_from_its_text),
         TEST(emits_long_documents),
         TEST(misuse_of_the_emitter_is_reported),
         TEST(unwritable_json_is_reported),

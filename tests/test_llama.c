@@ -5,7 +5,9 @@
    D/2), as Hugging Face has them) one head and one position at a time, on unpacked weights under
    their Hugging Face names. It shares no code with the header. */
 
+#ifndef FT_TEST_LINKED /* make compiles the implementation once for many tests */
 #define FEMTOTRON_IMPLEMENTATION
+#endif
 #include "femtotron.h"
 #include "femtotron_zero.h"
 #include "femtotron_tp.h"

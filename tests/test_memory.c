@@ -8,7 +8,9 @@
    activations between forward and backward. The timeline shows what never exists: T x T scores,
    whole logits, a second copy of gradients, more gathered units than run or come next. */
 
+#ifndef FT_TEST_LINKED /* make compiles the implementation once for many tests */
 #define FEMTOTRON_IMPLEMENTATION
+#endif
 #include "femtotron.h"
 #include "femtotron_zero.h"
 #include "femtotron_tp.h"

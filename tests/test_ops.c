@@ -5,7 +5,9 @@
    gradient, with and without gradients written over other tensors, and accumulating. Then the
    properties that are no single op's: recomputation, the two ways of the loss, bad input. */
 
+#ifndef FT_TEST_LINKED /* make compiles the implementation once for many tests */
 #define FEMTOTRON_IMPLEMENTATION
+#endif
 #include "femtotron.h"
 
 #include <math.h>

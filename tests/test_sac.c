@@ -20,7 +20,9 @@
    of the four numbers than another one of the same layer then need not be looked at; all
    combinations of the others are. */
 
+#ifndef FT_TEST_LINKED /* make compiles the implementation once for many tests */
 #define FEMTOTRON_IMPLEMENTATION
+#endif
 #include "femtotron.h"
 #include "femtotron_zero.h"
 #include "femtotron_tp.h"

@@ -4,13 +4,16 @@
 
    cc -std=c11 -I. tests/test_split.c -lcmocka -lm -lpthread */
 
+#ifndef FT_TEST_LINKED /* make compiles the implementation once for many tests */
 #define FEMTOTRON_IMPLEMENTATION
+#endif
 #include "femtotron.h"
 #include "femtotron_zero.h"
 #include "femtotron_tp.h"
 #include "femtotron_llama.h"
 #include "train_harness.h"
 
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <cmocka.h>

@@ -7,7 +7,9 @@
    header's slices. Ranks are threads and cmocka's assertions are for the main thread: a rank
    reports what does not hold as an error, and the main thread asserts that the launch succeeded. */
 
+#ifndef FT_TEST_LINKED /* make compiles the implementation once for many tests */
 #define FEMTOTRON_IMPLEMENTATION
+#endif
 #include "femtotron.h"
 #include "femtotron_tp.h"
 #include "check.h"

@@ -57,6 +57,12 @@ refuse() {
     fi
 }
 
+# expect NAME PATTERN COUNT: so many lines of standard output match.
+expect() {
+    n=$(grep -c -E -e "$2" "$dir/out")
+    if [ "$n" = "$3" ]; then pass "$1"; else fail "$1" "$n lines match $2, not $3"; fi
+}
+
 data="--data $dir/data.txt"
 # Lists of words, on purpose.
 # shellcheck disable=SC2086
@@ -127,8 +133,8 @@ if run --help && [ ! -s "$dir/err" ]; then pass "--help succeeds"; else fail "--
 for flag in --device --dp --zero-stage --sac --prefetch --reduce-overlap --micro-batch-size \
     --micro-batches --seq-len --steps --lr --warmup --weight-decay --grad-clip --dtype --seed \
     --data --hidden --layers --heads --kv-heads --head-dim --intermediate --vocab --tie-embeddings \
-    --model --init-from --export --export-dtype --export-shard-bytes --log --memory-json --sample \
-    --hash --help; do
+    --model --init-from --export --export-dtype --export-shard-bytes --log --tensorboard \
+    --memory-json --sample --hash --config --print-config --help; do
     if grep -q -e "^$flag\\( \\|$\\)" "$dir/out"; then pass "--help has $flag"
     else fail "--help" "no $flag"; fi
 done
@@ -179,15 +185,113 @@ done
         fail "starts from an export" "exit status $?"
     fi
 }
+# ------------------------------------------------------------------------------ options in a file
+
+config=$dir/config.json
+write() { printf '%s\n' "$1" >"$config"; }
+
+# Every option of every kind, printed as a file, is what the file then sets.
+same_again() { # NAME ARGUMENTS...
+    name=$1
+    shift
+    if ! run "$@" --print-config; then fail "$name" "--print-config fails"; return; fi
+    cp "$dir/out" "$config"
+    if ! run --config "$config" --print-config; then fail "$name" "the file is refused"
+    elif ! cmp -s "$dir/out" "$config"; then fail "$name" "$(diff "$dir/out" "$config")"
+    else pass "$name"; fi
+}
+write '{}'
+if run --config "$config" --print-config; then
+    same_again "round trip of the defaults"
+    same_again "round trip" --data LICENSE 'a "b"\c' "$(printf 'tab\tand \303\244')" --dp 3 \
+        --lr 0.12345678901234567 --eps 3e-300 --seed 9223372036854775807 --sac budget=3MiB \
+        --memory-limit 5GiB --reduce-overlap 0 --keep-gathered 1 --tie-embeddings --hash --pp 2 \
+        --pp-layers 1,3 --schedule zb-h1 --log "$dir/log" --kv-heads 2 --lr-schedule wsd
+    same_again "round trip of 2^53" --seed 9007199254740992
+    # What came out is what was asked for.
+    for line in '"dp": 3' '"lr": 0.12345678901234566' '"seed": "9223372036854775807"' \
+        '"sac": "budget=3145728"' '"memory-limit": 5368709120' '"reduce-overlap": false' \
+        '"tie-embeddings": true' '"pp-layers": "1,3"' '"steps": 100' '"device": "auto"' \
+        '"data": \["LICENSE", "a \\"b\\"\\\\c", "tab\\u0009and .*"\]'; do
+        run --data LICENSE 'a "b"\c' "$(printf 'tab\tand \303\244')" --dp 3 \
+            --lr 0.12345678901234567 --seed 9223372036854775807 --sac budget=3MiB \
+            --memory-limit 5GiB --reduce-overlap 0 --tie-embeddings --pp-layers 1,3 --print-config
+        expect "--print-config: $line" "^  $line,?\$" 1
+    done
+
+    # One option of a kind wrong; the message has the file and the key.
+    while IFS='|' read -r words text; do
+        write "$text"
+        refuse "config.json: \"$words" --config "$config" $data
+    done <<'EOF'
+dp" is there twice|{"dp": 2, "dp": 2}
+nope": unknown key|{"nope": 1}
+--dp": unknown key|{"--dp": 2}
+config" cannot stand|{"config": "x"}
+help" cannot stand|{"help": true}
+dp": must be a number|{"dp": "2"}
+dp": must be a number|{"dp": null}
+dp": 1.5: not a whole|{"dp": 1.5}
+dp": 99999: must be at most|{"dp": 99999}
+dp": 0: must be at least|{"dp": 0}
+lr": must be a number|{"lr": true}
+lr": inf: not a number|{"lr": 1e999}
+lr": -1: must be within|{"lr": -1}
+data": must be an array|{"data": "x"}
+data": must be an array|{"data": []}
+data": must be an array|{"data": ["x", 3]}
+data": must be an array|{"data": {"a": "x"}}
+device": gpu: must be one of|{"device": "gpu"}
+device": must be a string|{"device": 1}
+hash": must be true or false|{"hash": 1}
+sp": must be true or false|{"sp": "1"}
+reduce-overlap": must be true|{"reduce-overlap": 1}
+log": needs a name|{"log": ""}
+log": must be a string|{"log": ["x"]}
+pp-layers": must be a string|{"pp-layers": 3}
+sac": must be a string|{"sac": 1}
+sac": budget=0: the budget|{"sac": "budget=0"}
+memory-limit": 1XB: suffixes|{"memory-limit": "1XB"}
+memory-limit": must be a number|{"memory-limit": false}
+seed": must be a number|{"seed": "12"}
+seed": 9007199254740992: from 2^53|{"seed": 9007199254740993}
+EOF
+    for text in '{' '' '[1]' '{"dp": 1} x' '{"dp": 1,}' 'null' '{"log": "a\u0000b"}'; do
+        write "$text"
+        refuse "--config $config: " --config "$config" $data
+    done
+    refuse "no-such-file" --config "$dir/no-such-file" $data
+    refuse "directory" --config "$dir" $data
+    refuse "twice" --config "$config" --config "$config" $data
+
+    # The command line wins, whichever comes first; what it leaves out is the file's.
+    write '{"steps": 3, "layers": 1, "data": ["'"$dir/short"'"], "lr": 0.5, "hash": true}'
+    if run --steps 2 --config "$config" --hidden 32 --seq-len 32 $data &&
+        grep -q "^step 2/2 " "$dir/out" &&
+        grep -q 'lr 0.5 ' "$dir/out" && grep -q '^hash ' "$dir/out"; then
+        pass "flags win over the file"
+    else fail "flags win over the file" "$(tail -n 1 "$dir/out")"; fi
+    write '{"steps": 2, "hidden": 32, "layers": 2, "seq-len": 32, "data": ["'"$dir/data.txt"'"]}'
+    if run --config "$config" && grep -q '^step 2/2 ' "$dir/out"; then pass "a file alone trains"
+    else fail "a file alone trains" "it does not"; fi
+else
+    echo "skip options in a file: $trainer was built without cJSON"
+fi
+
+# A program without cJSON says so, and how to have it.
+if ${CC:-cc} -std=c11 -O0 -I. examples/train_llama.c -o "$dir/bare" -lm -lpthread 2>"$dir/err"; then
+    whole=$trainer trainer=$dir/bare
+    refuse "libcjson-dev" --config "$config" $data
+    if run --print-config; then pass "--print-config needs no cJSON"
+    else fail "--print-config needs no cJSON" "it fails"; fi
+    trainer=$whole
+else
+    fail "builds without libraries" "it does not"
+fi
 
 # --------------------------------------------------------------------------- output, log, learning
 
-# expect NAME PATTERN COUNT: so many lines of standard output match.
-expect() {
-    n=$(grep -c -E -e "$2" "$dir/out")
-    if [ "$n" = "$3" ]; then pass "$1"; else fail "$1" "$n lines match $2, not $3"; fi
-}
-
+begin=$(date +%s)
 # shellcheck disable=SC2086
 if run $small $data --steps 60 --dp 2 --zero-stage 3 --sac selective --lr 0.003 --warmup 5 \
     --micro-batches 2 --micro-batch-size 4 --log "$dir/log" --sample 40 --hash; then
@@ -211,8 +315,14 @@ cat >"$dir/log.awk" <<'AWK'
     number = "-?[0-9]+(\\.[0-9]+)?(e[-+]?[0-9]+)?"
     row = "^\\{\"step\": ?" NR ", ?\"loss\": ?" number ", ?\"grad_norm\": ?" number ", ?\"lr\": ?" \
         number ", ?\"tokens\": ?" NR * 512 ", ?\"tokens_per_s\": ?" number \
-        ", ?\"peak_bytes\": ?[0-9]+\\}$"
+        ", ?\"peak_bytes\": ?[0-9]+, ?\"step_s\": ?" number ", ?\"elapsed_s\": ?" number \
+        ", ?\"wall_time\": ?[0-9]+(\\.[0-9]+)?, ?\"skipped\": ?0\\}$"
     if ($0 !~ row) { print "line " NR ": " $0; bad = 1 }
+    split($0, part, /"elapsed_s": ?/)
+    if (!(part[2] + 0 > elapsed)) { print "line " NR ": elapsed_s does not grow"; bad = 1 }
+    elapsed = part[2] + 0
+    split($0, part, /"wall_time": ?/)
+    if (part[2] < begin || part[2] > begin + 600) { print "wall_time " part[2]; bad = 1 }
     split($0, part, /"loss": ?/)
     loss = part[2] + 0
     if (NR == 1) first = loss
@@ -224,7 +334,8 @@ END {
     exit bad
 }
 AWK
-if awk -f "$dir/log.awk" "$dir/log" >"$dir/err"; then pass "log: format and learning"
+if awk -v begin="$begin" -f "$dir/log.awk" "$dir/log" >"$dir/err"; then
+    pass "log: format and learning"
 else fail "log: format and learning" "see below"; fi
 if grep -q '"lr":0.0006[,}]' "$dir/log" && sed -n 5,60p "$dir/log" | grep -c '"lr":0.003,' |
     grep -q '^56$'; then
@@ -232,6 +343,29 @@ if grep -q '"lr":0.0006[,}]' "$dir/log" && sed -n 5,60p "$dir/log" | grep -c '"l
 else
     fail "warm-up, then constant" "lr in the log is not 0.003 * min(1, step / 5)"
 fi
+
+# An event a figure and step; a second run of the directory has a file of its own. What is in the
+# files is tests/test_tensorboard.c's business.
+tb=$dir/runs/one
+for n in 1 2; do
+    # shellcheck disable=SC2086
+    run $small $data --steps 3 --tensorboard "$tb" --eval-data "$dir/high" --vocab 255 \
+        --eval-every 2
+    files=$(ls "$tb" | grep -c '^events\.out\.tfevents\.[0-9]\{10\}\.')
+    name="event files of run $n"
+    if [ "$files" = $n ]; then pass "$name"; else fail "$name" "$files files"; fi
+done
+for tag in loss grad_norm lr tokens_per_s peak_bytes eval_loss; do
+    # The tag after its length, which is its byte in octal.
+    byte=$(printf '\\%03o' ${#tag})
+    expected=6
+    [ $tag = eval_loss ] && expected=4 # after steps 2 and 3
+    n=$(cat "$tb"/* | LC_ALL=C grep -a -o "$(printf "$byte$tag")" | wc -l)
+    if [ "$n" -eq $expected ]; then pass "events of $tag"
+    else fail "events of $tag" "$n, not $expected"; fi
+done
+# shellcheck disable=SC2086
+refuse "data.txt: cannot make" $small $data --tensorboard "$dir/data.txt"
 
 # --------------------------------------------------------------- meta: no data, the same bytes
 

@@ -12,7 +12,8 @@
 #     for Ampere, Hopper and as PTX, and the trainer linked with them
 #   - no tabs, no blanks at the end of a line
 #
-# All with warnings as errors. Run from the root of the repository; it writes to build/compile.
+# All with warnings as errors. Run from the root of the repository; it writes to build/compile. JOBS=N
+# runs N checks at a time, default: as many as there are cores.
 # Last line: "N passed, N failed". Compilers that are not here are named and left out.
 # Lists of words are meant to split throughout.
 # shellcheck disable=SC2086,SC2046
@@ -44,20 +45,42 @@ for header in femtotron*.h; do
 done
 
 warnings="-Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wvla -Werror"
-passed=0 failed=0
+passed=0 failed=0 started=0 settled=0 running=''
+jobs=${JOBS:-$(nproc 2>/dev/null || echo 1)}
 
-# check NAME COMMAND...: the command succeeds. Its output is shown only where it does not.
+# check NAME COMMAND...: the command succeeds. It starts now, beside others; what a command leaves for
+# itself alone has $tmp in its name. What later checks need is there after `settle`.
 check() {
-    label=$1
-    shift
-    if "$@" >"$out/log" 2>&1; then
-        passed=$((passed + 1))
-        printf 'ok   %s\n' "$label"
-    else
-        failed=$((failed + 1))
-        printf 'FAIL %s\n     %s\n' "$label" "$*"
-        head -n 15 "$out/log"
+    started=$((started + 1))
+    tmp=$out/$started
+    if [ "$(echo $running | wc -w)" -ge "$jobs" ]; then
+        wait "${running%% *}"
+        running=${running#* }
     fi
+    {
+        label=$1
+        shift
+        echo "$label|     $*" >"$tmp.check"
+        if "$@" >"$tmp.log" 2>&1; then echo ok >"$tmp.verdict"; fi
+    } &
+    running="$running$! "
+}
+
+# Waits for the checks so far, and prints them in order; the output of those that failed too.
+settle() {
+    wait
+    running=
+    while [ $settled -lt $started ]; do
+        settled=$((settled + 1))
+        if [ -e "$out/$settled.verdict" ]; then
+            passed=$((passed + 1))
+            printf 'ok   %s\n' "$(cut -d'|' -f1 "$out/$settled.check")"
+        else
+            failed=$((failed + 1))
+            printf 'FAIL %s\n' "$(tr '|' '\n' <"$out/$settled.check")"
+            head -n 15 "$out/$settled.log"
+        fi
+    done
 }
 
 have() { command -v "$1" >/dev/null 2>&1; }
@@ -75,11 +98,13 @@ for tool in nvcc /usr/local/cuda/bin/nvcc; do
 done
 [ -n "$nvcc" ] || echo "skipped: no nvcc"
 
-# compile COMPILER SOURCE OBJECT FLAGS...: in the language that the compiler's name says. nvcc takes
+# compile COMPILER SOURCE OBJECT FLAGS...: in the language that the compiler's name says; the object
+# "-" is for no one else. nvcc takes
 # .cu as C++ and .c as C; what it generates from .cu is not pedantic C++.
 compile() {
     by=$1 source=$2 object=$3
     shift 3
+    [ "$object" = - ] && object=$tmp.o
     case $by in
     gcc | clang | cc)
         $by -std=c11 $warnings -I. "$@" -c -x c "$source" -o "$object" ;;
@@ -125,14 +150,14 @@ for header in $headers; do
     } >"$out/${name}_later.c"
     for compiler in $all_compilers; do
         check "$header included twice, $compiler" \
-            compile $compiler "$out/${name}_twice.c" "$out/unit.o"
+            compile $compiler "$out/${name}_twice.c" -
         check "$header implemented alone, $compiler" \
-            compile $compiler "$out/${name}_impl.c" "$out/unit.o"
+            compile $compiler "$out/${name}_impl.c" -
     done
     # Where system headers come before the implementation, strict C11 needs POSIX asked for.
     for compiler in $c_compilers $cpp_compilers; do
         check "$header implemented after a plain include, $compiler" \
-            compile $compiler "$out/${name}_later.c" "$out/unit.o" -D_POSIX_C_SOURCE=200809L
+            compile $compiler "$out/${name}_later.c" - -D_POSIX_C_SOURCE=200809L
     done
 done
 
@@ -140,12 +165,12 @@ done
 
 # refused COMPILER SOURCE BASE: does not compile, and the #error names the base to include.
 refused() {
-    if compile "$1" "$2" "$out/unit.o" >"$out/refused" 2>&1; then
+    if compile "$1" "$2" - >"$tmp.refused" 2>&1; then
         echo "compiled, although $3 is missing"
         return 1
     fi
-    cat "$out/refused"
-    grep '#error\|error:' "$out/refused" | grep include | grep -q "$3"
+    cat "$tmp.refused"
+    grep '#error\|error:' "$tmp.refused" | grep include | grep -q "$3"
 }
 
 for header in $headers; do
@@ -172,42 +197,48 @@ exported() {
 }
 
 exports_only_ft() {
-    exported "$1" >"$out/symbols"
-    grep -q '^ft_launch$' "$out/symbols" || { echo "ft_launch is not exported"; return 1; }
-    ! grep -v -e '^ft_' -e '^ftk_' "$out/symbols"
+    exported "$1" >"$tmp.symbols"
+    grep -q '^ft_launch$' "$tmp.symbols" || { echo "ft_launch is not exported"; return 1; }
+    ! grep -v -e '^ft_' -e '^ftk_' "$tmp.symbols"
 }
 
 exports_nothing() { ! exported "$1" | grep .; }
 
+# What the machine has of CBLAS, cJSON and xxHash, as flags.
+features_of() {
+    sh tools/features.sh $1 | sed -n "s/^FT_CFLAGS='\(.*\)'/\1/p"
+}
+features=$(features_of $(echo $all_compilers | cut -d' ' -f1))
+
+# Optimised, compilers warn of more. nvcc would have the host's compiler do that work again.
 for compiler in $all_compilers; do
-    check "all headers implemented, -O2, $compiler" \
-        compile $compiler "$out/impl.c" "$out/impl-$compiler.o" -O2
+    optimised=' -O2,'
+    case $compiler in nvcc*) optimised= ;; esac
+    check "all headers implemented,$optimised $compiler" \
+        compile $compiler "$out/impl.c" "$out/impl-$compiler.o" ${optimised%,}
 done
 for compiler in $c_compilers $cpp_compilers; do
-    check "only ft_ symbols exported, $compiler" exports_only_ft "$out/impl-$compiler.o"
-    check "FT_API=static compiles, $compiler" compile $compiler "$out/impl.c" "$out/static.o" \
-        -DFT_API=static -Wno-unused-function
-    check "FT_API=static exports nothing, $compiler" exports_nothing "$out/static.o"
+    check "FT_API=static compiles, $compiler" compile $compiler "$out/impl.c" \
+        "$out/static-$compiler.o" -DFT_API=static -Wno-unused-function
+    check "with$features, $compiler" \
+        compile $compiler "$out/impl.c" "$out/features-$compiler.o" $features
 done
-
-# What the machine has of CBLAS, cJSON and xxHash, each alone and all together.
+settle
+for compiler in $c_compilers $cpp_compilers; do
+    check "only ft_ symbols exported, $compiler" exports_only_ft "$out/impl-$compiler.o"
+    check "FT_API=static exports nothing, $compiler" exports_nothing "$out/static-$compiler.o"
+    check "only ft_ symbols exported with features, $compiler" \
+        exports_only_ft "$out/features-$compiler.o"
+done
 for compiler in $c_compilers; do
-    eval "$(sh tools/features.sh $compiler)"
     for feature in FT_CBLAS FT_CJSON FT_XXHASH; do
-        case " $FT_CFLAGS " in
+        case " $features " in
         *" -D$feature "*)
-            check "$feature alone, $compiler" compile $compiler "$out/impl.c" "$out/unit.o" \
-                -D$feature $(echo "$FT_CFLAGS" | tr ' ' '\n' | grep '^-I') ;;
+            check "$feature alone, $compiler" compile $compiler "$out/impl.c" - \
+                -D$feature $(echo "$features" | tr ' ' '\n' | grep '^-I') ;;
         *) echo "skipped: $feature, its library is not installed" ;;
         esac
     done
-done
-for compiler in $c_compilers $cpp_compilers; do
-    # shellcheck disable=SC2086
-    check "with$FT_CFLAGS, $compiler" \
-        compile $compiler "$out/impl.c" "$out/features-$compiler.o" $FT_CFLAGS
-    check "only ft_ symbols exported with features, $compiler" \
-        exports_only_ft "$out/features-$compiler.o"
 done
 
 # --------------------------------------------------------------------------- two translation units
@@ -220,12 +251,13 @@ linked() {
     *nvcc-c*) link=$nvcc ;;
     *) link=$2 ;;
     esac
-    $link "$out/impl-$1.o" "$out/use-$2.o" -o "$out/linked" -lm -lpthread && "$out/linked"
+    $link "$out/impl-$1.o" "$out/use-$2.o" -o "$tmp.linked" -lm -lpthread && "$tmp.linked"
 }
 
 for compiler in $all_compilers; do
     check "a user's program, $compiler" compile $compiler tests/compile/use.c "$out/use-$compiler.o"
 done
+settle
 for implementer in $all_compilers; do
     for user in $all_compilers; do
         check "implementation by $implementer, user by $user" linked $implementer $user
@@ -250,9 +282,10 @@ for header in $headers; do
         compile $compiler "$out/${name}_part.c" "$out/${name}_part.o"
     objects="$objects $out/${name}_part.o"
 done
+settle
 linker=$(echo "$cpp_compilers $c_compilers" | awk '{ print $1 }')
 parts_linked() {
-    $linker $objects "$out/use-$user.o" -o "$out/linked" -lm -lpthread && "$out/linked"
+    $linker $objects "$out/use-$user.o" -o "$tmp.linked" -lm -lpthread && "$tmp.linked"
 }
 for user in $c_compilers $cpp_compilers; do
     check "every implementation in a unit of its own, user by $user" parts_linked
@@ -266,24 +299,26 @@ for example in examples/*.c; do
     compilers=$c_compilers
     [ "$example" = examples/train_llama.c ] && compilers=$all_compilers
     for compiler in $compilers; do
-        check "$example, $compiler" compile $compiler "$example" "$out/unit.o"
+        check "$example, $compiler" compile $compiler "$example" -
     done
 done
 
 # --------------------------------------------------------------------------------------------- GPU
 
 # Nothing here runs on a GPU: it compiles and links. CUDA's own headers are not pedantic.
+{
+    printf '#define FEMTOTRON_IMPLEMENTATION\n'
+    include_lines $headers
+    echo "$trailer"
+} >"$out/gpu.c"
 gpu_implementation() {
-    printf '#define FEMTOTRON_IMPLEMENTATION\n' >"$out/gpu.c"
-    include_lines $headers >>"$out/gpu.c"
-    echo "$trailer" >>"$out/gpu.c"
     case $1 in
-    nvcc-cu) compile nvcc-cu "$out/gpu.c" "$out/gpu.o" -DFT_CUDA ;;
-    nvcc-c) $nvcc -DFT_CUDA -I. -Xcompiler -Wall,-Wextra,-Werror -c -x c "$out/gpu.c" -o "$out/gpu.o" ;;
+    nvcc-cu) compile nvcc-cu "$out/gpu.c" - -DFT_CUDA ;;
+    nvcc-c) $nvcc -DFT_CUDA -I. -Xcompiler -Wall,-Wextra,-Werror -c -x c "$out/gpu.c" -o "$tmp.o" ;;
     *++) $1 -std=c++17 -Wall -Wextra -Wshadow -Werror -DFT_CUDA -I. -isystem "$cuda" -c -x c++ \
-            "$out/gpu.c" -o "$out/gpu.o" ;;
+            "$out/gpu.c" -o "$tmp.o" ;;
     *) $1 -std=c11 -Wall -Wextra -Wshadow -Wconversion -Wvla -Werror -DFT_CUDA -I. -isystem "$cuda" \
-            -c "$out/gpu.c" -o "$out/gpu.o" ;;
+            -c "$out/gpu.c" -o "$tmp.o" ;;
     esac
 }
 gpu_kernels() { # for every target at once
@@ -302,6 +337,7 @@ if [ -n "$nvcc" ]; then
         check "FT_CUDA, $compiler" gpu_implementation $compiler
     done
     check "femtotron_kernels.cu for sm_80, sm_90a and as PTX" gpu_kernels
+    settle
     check "the trainer with FT_CUDA" gpu_linked
 fi
 
@@ -316,6 +352,7 @@ layout() {
 for file in $headers *.cu examples/*.c tests/*.c tests/*/*.c tests/*/*.cu; do
     [ -f "$file" ] && check "layout of $file" layout "$file"
 done
+settle
 
 echo "$passed passed, $failed failed"
 [ "$failed" = 0 ]
