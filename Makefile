@@ -227,7 +227,7 @@ RANK_TESTS ?= $(filter test_comm test_tp test_llama test_options test_3d,$(TESTS
 # in minutes. make async RANK_TESTS="...", make asan ASAN_TESTS="...", make tsan TSAN_TESTS="..." run others.
 ASAN_TESTS ?= $(filter test_comm test_io test_data test_megatron test_jsonl test_documents \
     test_tensorboard test_ops test_tape test_llama test_options test_tp test_pp_schedule test_state \
-    test_checkpoint,$(TESTS))
+    test_checkpoint test_hf,$(TESTS))
 TSAN_TESTS ?= $(filter test_comm test_tp test_data test_3d test_arena,$(TESTS))
 # Tests that run again with the caching allocator: all that launch ranks.
 CACHING_TESTS ?= $(filter-out test_io test_data test_megatron test_jsonl test_pp_schedule \

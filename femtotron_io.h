@@ -29,7 +29,7 @@
                                                        >>safetensors.impl, >>writer.impl
        >>hf           config.json of Hugging Face      >>hf.impl
        >>model        a model's directory              >>model.impl
-       >>llama        it, into a Llama and out again   >>llama.impl
+       >>hf llama     it, into a Llama and out again   >>hf llama.impl
        >>data         files as one stream of tokens    >>tokens.impl, >>megatron.impl, >>jsonl.impl,
                                                        >>data.impl, >>rows.impl
        >>sampler      which tokens a step sees         >>sampler.impl
@@ -46,7 +46,7 @@
    OPTIONS  (define before the include that has the implementation)
      FEMTOTRON_IO_IMPLEMENTATION   the implementation of this header alone. Default: off;
                    FEMTOTRON_IMPLEMENTATION switches on that of every header.
-     FT_CJSON      adds what reads JSON - of >>hf the parsing, >>model, loading of >>llama - with
+     FT_CJSON      adds what reads JSON - of >>hf the parsing, >>model, of >>hf llama loading - with
                    cJSON (<cjson/cJSON.h>, link -lcjson). Default off. Set it, in every file that
                    calls those, where the library is installed. Writing needs no library.
      FT_XXHASH     adds, together with FT_CJSON, >>checkpoint, which hashes with xxHash (<xxhash.h>,
@@ -102,8 +102,8 @@
        operation                      memory                        time
        ft_io_safetensors_open         header + 150 B a tensor       n log n in the tensors
        ft_io_safetensors_finish       header + 1 MiB                one pass over the data
-       ft_io_model_open               headers + 150 B a tensor      n log n in the tensors; of a tied
-                                                                    head both tables
+       ft_io_model_open               headers + 150 B a tensor      n log n in the tensors; a tied
+                                                                    head's two tables
        ft_io_llama_load               2 MiB a rank                  one pass over what a rank owns
        ft_io_llama_export             largest tensor, rank 0        one pass over all weights
        ft_io_data_open                100 B a file                  none for the data
@@ -347,7 +347,7 @@ FT_API const ft_io_tensor *ft_io_model_find(const ft_io_model *model, const char
 
 #endif /* FT_CJSON */
 
-/* ------------------------------------------------------------------------------------- >>llama */
+/* ---------------------------------------------------------------------------------- >>hf llama */
 
 /* Between these files and a Llama of femtotron_llama.h. Only where that header is included before
    this one, in the file with the implementation too. */
@@ -393,7 +393,7 @@ FT_API ft_status ft_io_llama_export(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
                                     const char *directory, const ft_io_export *options);
 /* Writes a directory that AutoModelForCausalLM.from_pretrained loads: config.json; the fp32 masters
    in model.safetensors or, where they need several files, in model-00001-of-0000N.safetensors with
-   model.safetensors.index.json; femtotron_export.txt. A tied head is written once, as the embedding.
+   model.safetensors.index.json; femtotron_export.txt. A tied head is the embedding, once.
    A collective call between steps; rank 0 writes, and all return when it is done.
    First DIRECTORY.tmp-PID-N beside it, synced, then renamed: a directory of that name is whole. A
    replaced one is DIRECTORY.old-PID-N between two renames; a process that dies there leaves both.
@@ -2560,8 +2560,8 @@ static ft_status ft__io_check_target(const char *path)
     return FT_OK;
 }
 
-/* Syncs and closes a temporary file and, if all went well, puts it in the place of `path`. After the
-   rename nothing can fail but the sync of the directory. */
+/* Syncs and closes a temporary file and, if all went well, puts it in the place of `path`. After
+   the rename nothing can fail but the sync of the directory. */
 static ft_status ft__io_put_in_place(const char *path, const char *temporary, int fd, int directory,
                                      ft_status status)
 {
@@ -2670,8 +2670,8 @@ FT_API ft_status ft_io_hf_config_check_length(const ft_io_hf_config *config, con
                                     "NULL");
     if (config->sliding_window == 0 || tokens <= config->sliding_window) return FT_OK;
     return ft_error(FT_ERR_UNSUPPORTED,
-                    "%s: \"sliding_window\": a window of %lld tokens is not supported for sequences "
-                    "of %lld: shorten them to %lld",
+                    "%s: \"sliding_window\": a window of %lld tokens is not supported for "
+                    "sequences of %lld: shorten them to %lld",
                     where, (long long)config->sliding_window, (long long)tokens,
                     (long long)config->sliding_window);
 }
@@ -2716,8 +2716,8 @@ static ft_status ft__io_hf_check(const ft_io_hf_config *c, const char *path, int
 {
     *family = ft__io_family_of(c->model_type);
     if (*family == FT__IO_FAMILIES)
-        return ft_error(FT_ERR_UNSUPPORTED, "%s: model type \"%s\" is none of llama, mistral, qwen2 "
-                        "and qwen3", path, ft__io_show(c->model_type).text);
+        return ft_error(FT_ERR_UNSUPPORTED, "%s: model type \"%s\" is none of llama, mistral, "
+                        "qwen2 and qwen3", path, ft__io_show(c->model_type).text);
     if (c->vocab < 1 || c->hidden < 1 || c->layers < 1 || c->heads < 1 || c->kv_heads < 1 ||
         c->head_dim < 1 || c->intermediate < 1 || c->n_eos < 0 || c->n_eos > FT_IO_HF_EOS ||
         !(c->norm_eps > 0) || !(c->rope_theta > 0))
@@ -3710,8 +3710,8 @@ static void ft__io_reader_end(ft__io_reader *r)
 }
 
 /* n bytes of a weight from byte `first` on. */
-static ft_status ft__io_reader_read(ft__io_reader *r, const ft__io_weight *w, size_t first, size_t n,
-                                    void *to)
+static ft_status ft__io_reader_read(ft__io_reader *r, const ft__io_weight *w, size_t first,
+                                    size_t n, void *to)
 {
     const ft__io_shard *shard = &r->model->shards[w->shard];
     const char *base = (const char *)shard->file->map.base;
@@ -3796,8 +3796,8 @@ static ft_status ft__io_model_check_all(ft_io_model *model)
     FT_TRY(ft__io_model_check(model, "model.norm.weight", c->hidden, 0));
     if (!c->tie_embeddings) {
         if (ft__io_weight_find(model, "lm_head.weight") == NULL)
-            return ft_error(FT_ERR_DATA, "%s: tensor \"lm_head.weight\" is missing, and %s does not "
-                            "say \"tie_word_embeddings\": true", model->directory,
+            return ft_error(FT_ERR_DATA, "%s: tensor \"lm_head.weight\" is missing, and %s does "
+                            "not say \"tie_word_embeddings\": true", model->directory,
                             model->config_path);
         FT_TRY(ft__io_model_check(model, "lm_head.weight", c->vocab, c->hidden));
     } else {
@@ -7239,7 +7239,7 @@ FT_API void ft_io_checkpoint_abandon(ft_io_checkpoint *c)
     ft__io_checkpoint_free(c);
 }
 
-/* --------------------------------------------------------------------------------- >>llama.impl */
+/* ----------------------------------------------------------------------------- >>hf llama.impl */
 
 #ifdef FEMTOTRON_LLAMA_H
 
@@ -8678,8 +8678,12 @@ FT_API ft_status ft_io_llama_hf_config(const ft_llama_config *model, const ft_io
                                        ft_io_hf_config *config)
 {
     int family = FT__IO_LLAMA;
+    ft_llama_config checked;
     if (model == NULL || config == NULL)
         return ft_error(FT_ERR_ARG, "ft_io_llama_hf_config: model and config must not be NULL");
+    checked = *model;
+    FT_TRY(ft_llama_check(&checked));
+    model = &checked; /* without zeros that stand for defaults */
     *config = like != NULL ? *like : ft_io_hf_config_default();
     config->vocab = model->vocab;
     config->hidden = model->hidden;
@@ -9007,7 +9011,7 @@ static void ft__io_out_place(const int64_t *piece, int64_t at, int64_t n, const 
     }
 }
 
-/* A parameter, whole, to rank 0: each rank sends what it stores, in pieces, in the order of ranks. */
+/* A parameter, whole, to rank 0: each rank sends what it stores, in pieces, by order of ranks. */
 static ft_status ft__io_out_collect(ft__io_out *o, const ft_llama_param *p)
 {
     const int me = ft_rank(o->ctx);
@@ -9126,8 +9130,10 @@ static ft_status ft__io_out_index(ft__io_out *o, int shards, size_t most)
     char name[64], *path;
     ft_io_json json;
     int64_t elems = 0;
-    for (int i = 0; i < n; i++)
-        elems += ft_llama_param_at(o->model, i)->shape[0] * ft_llama_param_at(o->model, i)->shape[1];
+    for (int i = 0; i < n; i++) {
+        const ft_llama_param *p = ft_llama_param_at(o->model, i);
+        elems += p->shape[0] * p->shape[1];
+    }
     memset(&json, 0, sizeof json);
     json.indent = 1;
     ft_io_json_begin_object(&json);
@@ -9254,8 +9260,8 @@ static ft_status ft__io_out_beside(const char *bare, const char *what, int make,
     }
     *out = name;
     if (done) return FT_OK;
-    const ft_status status = ft_error(FT_ERR_IO, "%s: cannot create a directory beside it: %s", bare,
-                                      strerror(errno));
+    const ft_status status = ft_error(FT_ERR_IO, "%s: cannot create a directory beside it: %s",
+                                      bare, strerror(errno));
     FT_FREE(name);
     *out = NULL;
     return status;

@@ -2066,8 +2066,8 @@ static ft_status check_source(const settings *set, const ft_llama_config *m) {
         c.qkv_bias == m->qkv_bias && c.o_bias == m->o_bias && c.mlp_bias == m->mlp_bias &&
         c.qk_norm == m->qk_norm)
         return FT_OK;
-    return ft_error(FT_ERR_ARG, "--init-from %s has other sizes than --model %s: %lld layers, hidden "
-                    "%lld, %lld heads (%lld kv) of %lld, feed-forward %lld, vocabulary %lld",
+    return ft_error(FT_ERR_ARG, "--init-from %s has other sizes than --model %s: %lld layers, "
+                    "hidden %lld, %lld heads (%lld kv) of %lld, feed-forward %lld, vocabulary %lld",
                     set->init_from, set->model, (long long)c.layers, (long long)c.hidden,
                     (long long)c.heads, (long long)c.kv_heads, (long long)c.head_dim,
                     (long long)c.intermediate, (long long)c.vocab);

@@ -63,7 +63,7 @@ static void assert_error(ft_status status, ft_status wanted, const char *where, 
     if (strchr(message, '\n') != NULL) fail_msg("\"%s\" is more than one line", message);
 }
 
-/* ------------------------------------------------------------------------- directories of models */
+/* ------------------------------------------------------------------------ directories of models */
 
 static void remove_tree(const char *path)
 {
@@ -208,8 +208,8 @@ static float weight_of(const char *name, int64_t i)
 
 typedef struct listed { char name[96]; int ndim; int64_t shape[2]; } listed;
 
-static int list_add(listed *list, int n, int has, const char *prefix, const char *name, int64_t rows,
-                    int64_t cols)
+static int list_add(listed *list, int n, int has, const char *prefix, const char *name,
+                    int64_t rows, int64_t cols)
 {
     if (!has) return n;
     snprintf(list[n].name, sizeof list[n].name, "%s%s", prefix, name);
@@ -328,8 +328,8 @@ static const char *write_model(const char *name, const family *f, ft_io_dtype dt
 
 typedef struct layout { int dp, tp, pp, sp, stage, shard_ranks; ft_dtype dtype; } layout;
 
-/* Loads `source` (unless NULL), takes `steps` steps, exports to `target` (unless NULL), and says the
-   loss of the batch at first and at last. */
+/* Loads `source` (unless NULL), takes `steps` steps, exports to `target` (unless NULL), and says
+   the loss of the batch at first and at last. */
 typedef struct run {
     layout l;
     const ft_io_model *source;
@@ -1247,6 +1247,8 @@ static void configs_that_nobody_reads_are_not_written(void **state)
     assert_string_equal(c.model_type, "qwen3");
     m.qkv_bias = 1;
     assert_error(ft_io_llama_hf_config(&m, NULL, &c), FT_ERR_UNSUPPORTED, "the model", "on o");
+    m.heads = 0;
+    assert_error(ft_io_llama_hf_config(&m, NULL, &c), FT_ERR_ARG, "heads", "0");
 }
 
 /* ---- where exports go ---- */
@@ -1328,7 +1330,8 @@ static void a_failed_export_leaves_the_old_one(void **state)
         }
         assert_int_equal(count_in(temp_directory), 2);
         assert_int_equal(count_in(r.target), files);
-        if (k % 8 == 0 || k > fault_calls - 4) assert_same_weights(r.target, &families[0], FT_IO_F32);
+        if (k % 8 == 0 || k > fault_calls - 4)
+            assert_same_weights(r.target, &families[0], FT_IO_F32);
         if (fault_calls <= k) break;
     }
     assert_in_range(failures, 20, 390);
