@@ -178,9 +178,10 @@ build_test = rm -f $@; . build/features; set -x; \
 LIBRARY := femtotron femtotron_zero femtotron_tp femtotron_pp femtotron_llama femtotron_io
 PART = $(or $(shell echo '$*' | sed 's/^femtotron_*//' | tr '[:lower:]' '[:upper:]'),CORE)
 build_part = . build/features; set -x; \
-    $(call compile_test,-DFEMTOTRON_$(PART)_IMPLEMENTATION $(1)) \
+    $(call compile_test,-D_POSIX_C_SOURCE=200809L -DFEMTOTRON_$(PART)_IMPLEMENTATION $(1)) \
     $(addprefix -include ,$(call bases,$*) $*.h) -x c -c /dev/null -o $@
-bases = femtotron.h $(if $(filter femtotron_llama,$(1)),femtotron_zero.h femtotron_tp.h)
+bases = femtotron.h $(if $(filter femtotron_llama femtotron_io,$(1)),femtotron_zero.h \
+    femtotron_tp.h) $(if $(filter femtotron_io,$(1)),femtotron_llama.h)
 
 # Plain: without CBLAS, the built-in loops. Sanitizers too see those: OpenBLAS is not instrumented.
 # They make gcc see truncations and uninitialised values that are none: warnings stay warnings.
@@ -197,6 +198,7 @@ $(1)/test_%: tests/test_%.c $(HEADERS) $(TEST_HEADERS) build/features
 	@$$(call build_test,$(2),$(3))
 
 $(1)/lib/femtotron_llama.o: $(call bases,femtotron_llama)
+$(1)/lib/femtotron_io.o: $(call bases,femtotron_io)
 $(1)/lib/%.o: %.h femtotron.h build/features
 	@mkdir -p $$(@D)
 	@$$(call build_part,$(2))
@@ -294,7 +296,8 @@ FUZZ_SANITIZE := -g -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-re
 # The headers' implementations come from the archive, also where a program asks for them.
 NO_IMPLEMENTATION := $(addprefix -D,FEMTOTRON_IMPLEMENTATION_DONE FEMTOTRON_ZERO_IMPLEMENTATION_DONE \
     FT__TP_IMPLEMENTED FT__PP_IMPLEMENTED FT__LLAMA_IMPLEMENTED FEMTOTRON_IO_IMPLEMENTED)
-fuzz_compile = . build/features; set -x; $(FUZZ_CC) -std=c11 -I. -Itests/fuzz -O1 $$FT_PLAIN_CFLAGS
+fuzz_compile = . build/features; set -x; $(FUZZ_CC) -std=c11 -D_POSIX_C_SOURCE=200809L -I. -Itests/fuzz -O1 \
+    $$FT_PLAIN_CFLAGS
 
 build/fuzz/lib/femtotron_llama.o: $(call bases,femtotron_llama)
 build/fuzz/lib/%.o: %.h femtotron.h build/features
@@ -302,10 +305,12 @@ build/fuzz/lib/%.o: %.h femtotron.h build/features
 	@$(fuzz_compile) -DFEMTOTRON_$(PART)_IMPLEMENTATION $(addprefix -include ,$(call bases,$*) $*.h) \
 	    -x c -c /dev/null -o $@
 
-build/fuzz/lib/femtotron_io.o: femtotron_io.h femtotron.h tests/fuzz/heap_map.h build/features
+build/fuzz/lib/femtotron_io.o: femtotron_io.h $(call bases,femtotron_io) tests/fuzz/heap_map.h \
+    build/features
 	@mkdir -p $(@D)
-	@$(fuzz_compile) $(FUZZ_SANITIZE) -DFEMTOTRON_IO_IMPLEMENTATION -include femtotron.h \
-	    -include tests/fuzz/heap_map.h -include femtotron_io.h -x c -c /dev/null -o $@
+	@$(fuzz_compile) $(FUZZ_SANITIZE) -DFEMTOTRON_IO_IMPLEMENTATION \
+	    $(addprefix -include ,$(call bases,femtotron_io) tests/fuzz/heap_map.h femtotron_io.h) \
+	    -x c -c /dev/null -o $@
 
 build/fuzz/lib/libfemtotron.a: $(addprefix build/fuzz/lib/,$(addsuffix .o,$(LIBRARY)))
 	@rm -f $@; ar rcs $@ $^

@@ -903,8 +903,8 @@ FT_API void ft_io_tb_scalar(ft_io_tb *log, const char *tag, int64_t step, double
                             double value);
 /* An event, kept in memory until _flush. `tag` (UTF-8, not empty) names the chart. The value is
    stored as a float, as TensorBoard's own writers do; NaN and infinities are values. A NULL log is
-   allowed and does nothing. An event that cannot be made (a bad tag, no memory) is left out, and the
-   next _flush says so. */
+   allowed and does nothing. An event that cannot be made (a bad tag, no memory) is left out, and
+   the next _flush says so. */
 FT_API ft_status ft_io_tb_flush(ft_io_tb *log);
 /* Writes the events since the last time in one write, so that a reader sees whole steps. The first
    error since then. What could not be written goes before the next events at the next _flush. */

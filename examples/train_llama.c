@@ -481,7 +481,7 @@ static void free_settings(settings *set) {
     }
 }
 
-/* ----------------------------------------------------------------------------- options in a file */
+/* ---------------------------------------------------------------------------- options in a file */
 
 /* From here on JSON's readers may round whole numbers; in a file they are strings. */
 #define EXACT_INT ((int64_t)1 << 53)

@@ -30,7 +30,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t n)
     size_t n_first = 0, n_second = 0;
     snprintf(name, sizeof name, "%s", path);
     argv[2] = name;
-    if (nowhere == NULL) nowhere = stderr = fopen("/dev/null", "w"); /* refusals are printed there */
+    if (nowhere == NULL) nowhere = stderr = fopen("/dev/null", "w"); /* refusals go there */
     if (parse_options(3, argv, &first)) {
         char *once = printed(&first, &n_first);
         fuzz_file(0, (const uint8_t *)once, n_first);
