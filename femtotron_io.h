@@ -6879,20 +6879,20 @@ static ft_status ft__io_write_done(const char *temporary, const char *done, cons
 {
     char head[24];
     char *whole = (char *)FT_MALLOC(n + sizeof head), *path = ft__io_join(temporary, done);
-    char *half = path == NULL ? NULL : (char *)FT_MALLOC(strlen(path) + 8);
-    ft_status status = whole && path && half ? FT_OK : ft__io_oom(temporary, n);
+    char *fresh = path == NULL ? NULL : (char *)FT_MALLOC(strlen(path) + 8);
+    ft_status status = whole && path && fresh ? FT_OK : ft__io_oom(temporary, n);
     if (status == FT_OK) {
         snprintf(head, sizeof head, "%016llx\n", (unsigned long long)XXH3_64bits(text, n));
         memcpy(whole, head, 17);
         memcpy(whole + 17, text, n);
-        snprintf(half, strlen(path) + 8, "%s-half", path);
-        status = ft__io_put_file(half, whole, n + 17);
-        if (status == FT_OK && ft__io_rename(half, path) != 0)
-            status = ft__io_refused(half, "rename");
+        snprintf(fresh, strlen(path) + 8, "%s-half", path);
+        status = ft__io_put_file(fresh, whole, n + 17);
+        if (status == FT_OK && ft__io_rename(fresh, path) != 0)
+            status = ft__io_refused(fresh, "rename");
     }
     FT_FREE(whole);
     FT_FREE(path);
-    FT_FREE(half);
+    FT_FREE(fresh);
     return status;
 }
 
@@ -7115,10 +7115,10 @@ static void ft__io_drop_temporary(const ft_io_checkpoint *c)
 /* A rank whose part failed says why where rank 0 looks, if that can be done: rank-R.failed. */
 static void ft__io_tell(const ft_io_checkpoint *c, const char *message)
 {
-    char name[40], half[48];
+    char name[40], fresh[48];
     snprintf(name, sizeof name, "rank-%05d.failed", c->rank);
-    snprintf(half, sizeof half, "%s-half", name);
-    char *path = ft__io_join(c->temporary, name), *from = ft__io_join(c->temporary, half);
+    snprintf(fresh, sizeof fresh, "%s-half", name);
+    char *path = ft__io_join(c->temporary, name), *from = ft__io_join(c->temporary, fresh);
     (void)mkdir(c->temporary, 0777); /* it may be that which failed */
     if (path && from && ft__io_put_file(from, message, strlen(message)) == FT_OK)
         (void)rename(from, path);

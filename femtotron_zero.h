@@ -1520,9 +1520,9 @@ FT_API ft_status ft_zero_state_read(ft_zero *zero, const ft_tensor *param, int a
     ft_status status = ft_download(view, bits);
     ft_tensor_free(view);
     for (int64_t i = 0; narrow && i < n && status == FT_OK; i++) {
-        uint16_t half;
-        memcpy(&half, bits + (size_t)i * sizeof half, sizeof half);
-        values[i] = ft_f32_from_bf16(half);
+        uint16_t narrow_value;
+        memcpy(&narrow_value, bits + (size_t)i * sizeof narrow_value, sizeof narrow_value);
+        values[i] = ft_f32_from_bf16(narrow_value);
     }
     return status;
 }

@@ -383,7 +383,7 @@ static void another_mesh_continues_alike(void **state)
 static ft_status ramp(void *user, const char *name, int64_t first, int64_t n, float *values)
 {
     (void)user;
-    for (int64_t i = 0; i < n; i++) 
+    for (int64_t i = 0; i < n; i++)
         values[i] = (float)(name[0] == 'f' ? -1 : 1) * (float)(first + i);
     return FT_OK;
 }
