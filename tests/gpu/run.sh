@@ -106,7 +106,7 @@ trainer_parts() {
 
     # The 48 cells with 8 ranks on one GPU; a smaller card runs those that fit.
     cells=$logs/cells.log
-    build/memory_tables_cuda --device cuda --csv --cells $( [ "$mode" = full ] && echo 1-48 || echo 1-8) \
+    build/memory_tables_cuda --device cuda --csv --cells "${CELLS:-$( [ "$mode" = full ] && echo 1-48 || echo 1-8)}" \
         > "$cells" 2> "$cells.err"
     status=$?
     ran=$(grep -cE '^[12],.*[0-9]$' "$cells")
@@ -154,7 +154,7 @@ if [ "$mode" = full ] && part sanitizers && command -v compute-sanitizer > /dev/
     for tool in memcheck racecheck; do
         for program in "test_kernels --short" "test_attention --few"; do
             name=${tool}_${program%% *}
-            timeout -k 5 480 compute-sanitizer --tool $tool --error-exitcode 1 build/gpu/$program \
+            timeout -k 5 "${SANITIZER_TIMEOUT:-480}" compute-sanitizer --tool $tool --error-exitcode 1 build/gpu/$program \
                 > "$logs/$name.log" 2>&1 &
             sanitizing+=" $name:$!"
         done
