@@ -123,8 +123,8 @@ memory_in_use() {
     read -r small_ranks small_rest <<< "$(in_use)"
     read -r ranks rest <<< "$(in_use --hidden 2048 --layers 16 --heads 32 --kv-heads 8 \
         --intermediate 8192 --vocab 128256 --tie-embeddings --micro-batch-size 2 --seq-len 512)"
-    if [ -n "${rest:-}" ] && awk "BEGIN {d = $rest - $small_rest; exit !(d * d <=
-        ($ranks * 0.05 + 67108864) ^ 2)}"
+    if [ -n "${rest:-}" ] && ((rest - small_rest < ranks / 20 + (64 << 20) &&
+        small_rest - rest < ranks / 20 + (64 << 20)))
     then pass "GPU memory: $ranks bytes of the ranks, the rest $small_rest in a small run, $rest here"
     else fail "GPU memory: ranks ${ranks:-?}, the rest ${small_rest:-?} in a small run, ${rest:-?} here"; fi
 }
@@ -154,7 +154,9 @@ if [ "$mode" = full ] && part sanitizers && command -v compute-sanitizer > /dev/
     for tool in memcheck racecheck; do
         for program in "test_kernels --short" "test_attention --few"; do
             name=${tool}_${program%% *}
-            timeout -k 5 "${SANITIZER_TIMEOUT:-480}" compute-sanitizer --tool $tool --error-exitcode 1 build/gpu/$program \
+            # cuBLASLt's own kernels are not ours to check.
+            timeout -k 5 "${SANITIZER_TIMEOUT:-480}" compute-sanitizer --tool $tool \
+                --error-exitcode 1 --kernel-name-exclude kns=nvjet build/gpu/$program \
                 > "$logs/$name.log" 2>&1 &
             sanitizing+=" $name:$!"
         done
