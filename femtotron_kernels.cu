@@ -1226,6 +1226,26 @@ static __device__ __forceinline__ void norm_fetch_row(const norm_args &a, int64_
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
+/* group_sum where all groups of the block come to it equally often, and wait for each other: as fast
+   here, and a barrier that tools that look for races understand. */
+static __device__ __forceinline__ float2 norm_groups_sum(float2 s, int lanes, float2 *room)
+{
+    for (int o = 16; o; o >>= 1) {
+        s.x += __shfl_xor_sync(~0u, s.x, o);
+        s.y += __shfl_xor_sync(~0u, s.y, o);
+    }
+    if (lanes <= 32) return s;
+    const int warps = lanes / 32, first = (int)threadIdx.x / lanes * warps;
+    if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = s;
+    __syncthreads();
+    s = make_float2(0, 0);
+    for (int i = 0; i < warps; i++) {
+        s.x += room[first + i].x;
+        s.y += room[first + i].y;
+    }
+    return s;
+}
+
 /* Long rows, K items a thread; PASS: whether there is one. Two slots: a row is fetched one turn
    ahead. One: when it is needed. */
 template <typename T, int K, int PASS>
@@ -1240,12 +1260,13 @@ static __global__ void __launch_bounds__(FTK_NORM_MOST, 4 / K) norm_grad_kernel(
     const int64_t step = (int64_t)gridDim.x * groups;
     const float each = 1.0f / (float)a.C;
     const T *weights = (const T *)a.w[0];
-    int64_t row = (int64_t)blockIdx.x * groups + group;
+    int64_t base = (int64_t)blockIdx.x * groups, row = base + group; /* the block's, the group's */
     float dw[K][W];
 #pragma unroll
     for (int k = 0; k < K; k++) zero(dw[k]);
     if (a.stages > 1) norm_fetch_row<T, K, PASS>(a, row, lane, ring + threadIdx.x);
-    for (int turn = 0; row < a.rows; row += step, turn ^= 1) {
+    for (int turn = 0; base < a.rows; base += step, row += step, turn ^= 1) {
+        const bool here = row < a.rows;
         const uint4 *at = ring + threadIdx.x;
         float v[W], g[W], w[W];
         float2 s = make_float2(0, 0);
@@ -1261,7 +1282,7 @@ static __global__ void __launch_bounds__(FTK_NORM_MOST, 4 / K) norm_grad_kernel(
 #pragma unroll
         for (int k = 0; k < K; k++) {
             const int c = lane * W + k * span;
-            if (c >= C) break;
+            if (c >= C || !here) break;
             open(v, at[k * n]);
             open(g, at[(K + k) * n]);
             get(w, weights + c, a.vec);
@@ -1270,7 +1291,8 @@ static __global__ void __launch_bounds__(FTK_NORM_MOST, 4 / K) norm_grad_kernel(
                 s.y += v[j] * (g[j] * w[j]);
             }
         }
-        s = group_sum(s, a.lanes, room[turn]);
+        s = norm_groups_sum(s, a.lanes, room[turn]);
+        if (!here) continue;
         const float r = rsqrtf(s.x * each + a.eps), mean = s.y * each * r;
 #pragma unroll
         for (int k = 0; k < K; k++) {
