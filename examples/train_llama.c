@@ -1,22 +1,24 @@
 /* train_llama.c: trains a Llama on any files, byte by byte or by tokens, with every rank a thread.
 
    Build:  cc -std=c11 -O3 -march=native -I. examples/train_llama.c -o train_llama -lm -lpthread
-   Run:    ./train_llama --data *.h --dp 4 --zero-stage 3 --sac selective --steps 300
    GPU:    nvcc -O3 -DFT_CUDA -I. examples/train_llama.c femtotron_kernels.cu -o train_llama \
-               -arch=native -lcublasLt     (make cuda does the same)
+               -arch=native -lcublasLt
+   Add     -DFT_CJSON -lcjson                         for --config and models of Hugging Face
+           -DFT_CJSON -DFT_XXHASH -lcjson -lxxhash    for these and checkpoints
+           -DFT_NCCL -lnccl                           to GPU's line, for NCCL and its launchers
+           (make build/train_llama and make cuda add what they find)
+   Run:    ./train_llama --data *.h --dp 4 --zero-stage 3 --sac selective --steps 300
    Plan:   ./train_llama --device meta --dp 8 --zero-stage 3 --sac full --model llama-3-8b
    Tune:   ./train_llama --init-from DIR --data *.bin --token-dtype uint16 --export TUNED
-           (models of Hugging Face in and out; reading them needs -DFT_CJSON ... -lcjson)
 
    How it is built: one table of options drives parsing and --help. main() checks everything that
    can be checked, plans the memory by running one step on the device `meta`, then trains. Plan and
    run are the same function, rank_main(): only the device differs. Read train_step() first.
    With --device cuda every rank is a thread too, and any number of them may share a GPU.
 
-   Checkpoints need cJSON and xxHash: add -DFT_CJSON -DFT_XXHASH, and -lcjson -lxxhash (make does so
-   where it finds them). SIGTERM and SIGINT end training after the running step, with a checkpoint
-   where there is a directory for it: then the exit status is 0, without one 128 + the signal. A
-   second signal ends the program at once.
+   SIGTERM and SIGINT end training after the running step, with a checkpoint where there is a
+   directory for it: then the exit status is 0, without one 128 + the signal. A second signal ends
+   the program at once.
 
    LETTERS  B batch (a micro-batch of one dp rank), T tokens of a sequence, V vocabulary, M
    micro-batches of a step, R ranks = dp * tp * pp. A step sees dp * B * M sequences.

@@ -993,7 +993,8 @@ static ft_status order_in_stream_rank(ft_ctx *ctx, void *user) {
     task.used = &used;
     for (int i = 0; i < 400; i++) {
         ft_stream *s = ft_stream_get(ctx, (ft_stream_kind)(i % FT_STREAM_COUNT));
-        ft_stream *before = ft_stream_get(ctx, (ft_stream_kind)((i + 2) % FT_STREAM_COUNT));
+        int last = (i + FT_STREAM_COUNT - 1) % FT_STREAM_COUNT;
+        ft_stream *before = ft_stream_get(ctx, (ft_stream_kind)last);
         task.number = i;
         FT_TRY(ft_stream_wait(s, ft_event_record(before)));
         FT_TRY(ft_stream_wait(s, ft_event_record(s)));
@@ -1236,7 +1237,7 @@ static ft_status chaos_rank(ft_ctx *ctx, void *user) {
     ft_group *g[FT_STREAM_COUNT];
     ft_tensor *full, *shard, *in;
     ft_stream *s[FT_STREAM_COUNT];
-    static const char *const names[] = {"a", "b", "c"};
+    static const char *const names[FT_STREAM_COUNT] = {"a", "b", "c", "d"};
     int n = ft_world(ctx);
     int64_t elems = 3000;
     for (int k = 0; k < FT_STREAM_COUNT; k++) {
@@ -1248,8 +1249,8 @@ static ft_status chaos_rank(ft_ctx *ctx, void *user) {
     FT_TRY(vector(ctx, &in, FT_F32, 3000));
     FT_TRY(ft_fill(full, 1, s[0]));
     for (int step = 0; step < 12; step++) {
-        int k = step % FT_STREAM_COUNT;
-        FT_TRY(ft_stream_wait(s[k], ft_event_record(s[(step + 2) % FT_STREAM_COUNT])));
+        int k = step % FT_STREAM_COUNT, last = (step + FT_STREAM_COUNT - 1) % FT_STREAM_COUNT;
+        FT_TRY(ft_stream_wait(s[k], ft_event_record(s[last])));
         if (ft_rank(ctx) == c->victim && step == c->step) {
             if (step % 2) return ft_error(FT_ERR_DATA, "chaos");
             FT_TRY(ft_stream_run(s[k], stream_fails_task, NULL, 0));
