@@ -6,7 +6,7 @@
        #include "femtotron.h"
 
    and include it without the macro wherever else you need it. Build with `cc file.c -lm -lpthread`;
-   for GPUs with `nvcc -DFT_CUDA file.c femtotron_kernels.cu -lcublasLt`.
+   for GPUs with `nvcc -arch=native -DFT_CUDA file.c femtotron_kernels.cu -lcublasLt`.
 
    WHAT IT DOES NOT DO
      No networking of its own: ranks are threads of one process, or processes that NCCL connects. No
