@@ -1742,6 +1742,9 @@ static ft_status export_model(trainer *t) {
 static ft_status train_from_checkpoint(trainer *t) {
     FT_TRY(checkpoint_open(t));
     FT_TRY(log_resume(t));
+    /* Once more: log, events and checkpoints are there now, and may lie where the export goes. */
+    if (t->work->sampler && t->work->set->export_dir && ft_rank(t->ctx) == 0)
+        FT_TRY(ft_io_export_check(t->work->set->export_dir));
     count_traffic(t, -1);
     FT_TRY(train(t));
     if (t->work->set->resume) { /* without a step left, the set-up ends here */
@@ -2178,7 +2181,7 @@ static ft_status check_layout(program *p) {
                        p->model.intermediate, set->micro_batch_size, set->seq_len);
 }
 
-/* An output must not be one of the inputs, which are mapped. */
+/* An output must not be one of the inputs: data are mapped, settings are wanted again. */
 static ft_status check_output(const program *p, const char *path) {
     const ft_io_data *inputs[2];
     struct stat out, in;
@@ -2187,6 +2190,12 @@ static ft_status check_output(const program *p, const char *path) {
     inputs[0] = p->data;
     inputs[1] = p->eval_data;
     if (!path || stat(path, &out) != 0) return FT_OK; /* none, or a new file */
+    for (k = 0; k < 2; k++) {
+        file = k ? p->set.gemm_table : p->set.config_path;
+        if (file && stat(file, &in) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+            return ft_error(FT_ERR_ARG, "%s would be written over %s %s", path,
+                            k ? "--gemm-tune" : "--config", file);
+    }
     for (k = 0; k < 2; k++)
         for (i = 0; (file = ft_io_data_file(inputs[k], i)) != NULL; i++)
             if (stat(file, &in) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
@@ -2710,8 +2719,14 @@ static void print_stop(program *p, const job *work) {
         printf("--resume auto continues from %s\n", work->saved);
         return;
     }
-    printf("without --checkpoint-dir nothing was saved\n");
+    if (p->set.export_dir) printf("without --checkpoint-dir it cannot be continued\n");
+    else printf("without --checkpoint-dir nothing was saved\n");
     p->exit_status = 128 + number;
+}
+
+static void print_exported(const program *p) {
+    if (!p->set.export_dir) return;
+    printf("\nexported %s, %s\n", p->set.export_dir, p->set.export_dtype ? "bf16" : "fp32");
 }
 
 static ft_status train_for_real(program *p) {
@@ -2748,6 +2763,7 @@ static ft_status train_for_real(program *p) {
     if (steps <= 0) {
         printf("\nnothing to train: the checkpoint is at step %lld of %lld\n",
                (long long)work.first_step, (long long)p->set.steps);
+        print_exported(p);
         if (p->set.hash) printf("\nhash %016llx\n", (unsigned long long)work.hash);
         if (p->set.sample) print_sample(&work);
         return FT_OK;
@@ -2769,8 +2785,7 @@ static ft_status train_for_real(program *p) {
     else printf("  NOT as planned on %d of %d ranks: please report this\n", wrong, ranks);
     printf("\nbytes sent by each rank in %lld steps\n", (long long)steps);
     FT_TRY(print_traffic(ranks, p->run));
-    if (p->set.export_dir)
-        printf("\nexported %s, %s\n", p->set.export_dir, p->set.export_dtype ? "bf16" : "fp32");
+    print_exported(p);
     if (p->set.hash) printf("\nhash %016llx\n", (unsigned long long)work.hash);
     if (p->set.sample) print_sample(&work);
     return FT_OK;
