@@ -1527,11 +1527,13 @@ static ft_status log_resume(trainer *t) {
     const char *path = t->work->set->log_path;
     char *row = NULL;
     size_t room = 0;
+    struct stat info;
     long keep = 0;
     ssize_t n;
     FILE *file;
     if (!t->work->sampler || !t->work->set->resume || !path || ft_rank(t->ctx) != 0) return FT_OK;
-    file = fopen(path, "r");
+    /* A pipe or a device has nothing to be cut, and may have nothing to be read, ever. */
+    file = stat(path, &info) == 0 && S_ISREG(info.st_mode) ? fopen(path, "r") : NULL;
     while (file && (n = getline(&row, &room, file)) > 0 && row[n - 1] == '\n') {
         long long step = 0;
         if (sscanf(row, "{\"step\":%lld", &step) == 1 &&
