@@ -235,7 +235,8 @@ static const option options[] = {
     {"--eval-data", TAKES_PATHS, "FILE...", AT(eval_data), 0, 0, NULL,
      "files to validate on, of the same kind as --data"},
     {"--eval-every", TAKES_INT, "N", AT(eval_every), 0, 1000000000, "0",
-     "steps between validations; 0: only after the last step"},
+     "steps between validations; 0: only after the last step. --resume repeats the one that\n"
+     "was due at its checkpoint"},
     {"--hidden", TAKES_INT, "C", AT(hidden), 1, MANY, "128", "width of the model"},
     {"--layers", TAKES_INT, "L", AT(layers), 1, 4096, "4", "decoder layers"},
     {"--heads", TAKES_INT, "H", AT(heads), 1, MANY, "4", "query heads"},
@@ -1348,11 +1349,15 @@ static ft_status report_eval(job *work, int64_t step, double loss) {
     return log_eval(work, step, loss);
 }
 
+static int evaluation_is_due(const job *work, int64_t step) {
+    int64_t every = work->set->eval_every;
+    return work->eval && (step >= work->steps || (every && step % every == 0));
+}
+
 static ft_status maybe_evaluate(trainer *t, int64_t step) {
     job *work = t->work;
-    int64_t every = work->set->eval_every;
     double loss;
-    if (!work->eval || (step != work->steps && (!every || step % every))) return FT_OK;
+    if (!evaluation_is_due(work, step)) return FT_OK;
     FT_TRY(evaluate(t, &loss));
     if (!work->sampler || ft_rank(t->ctx) != 0) return FT_OK;
     return report_eval(work, step, loss);
@@ -1416,6 +1421,8 @@ static ft_status checkpoint_settings(trainer *t, int64_t step) {
     FT_TRY(ft_io_checkpoint_set(c, "sampler.tokens", "%lld", (long long)data.tokens));
     FT_TRY(ft_io_checkpoint_set(c, "sampler.data_hash", "%016llx",
                                 (unsigned long long)data.data_hash));
+    FT_TRY(ft_io_checkpoint_set(c, "sampler.label_hash", "%016llx",
+                                (unsigned long long)data.label_hash));
     for (i = 0; i < sizeof whole / sizeof whole[0]; i++)
         FT_TRY(ft_io_checkpoint_set(c, whole[i].key, "%lld", (long long)whole[i].value));
     for (i = 0; i < sizeof real / sizeof real[0]; i++)
@@ -1437,22 +1444,26 @@ static void say_passed_over(void *user, const char *text) {
     printf("passed over: %s\n", text);
 }
 
+static ft_status manifest_hash(const ft_io_manifest *m, const char *key, uint64_t *hash) {
+    const char *text = ft_io_manifest_text(m, key);
+    char *end = NULL;
+    if (text) *hash = strtoull(text, &end, 16);
+    if (text && end != text && !*end) return FT_OK;
+    return ft_error(FT_ERR_DATA, "%s: %s is missing, or no hexadecimal number", m->where, key);
+}
+
 /* The data must be what it was, and the seed, which the weights of a new run come from too. */
 static ft_status resume_data(trainer *t, const ft_io_manifest *m) {
     ft_io_sampler_state was;
-    const char *hash = ft_io_manifest_text(m, "sampler.data_hash");
     int64_t seed = 0;
-    char *end = NULL;
     memset(&was, 0, sizeof was);
     FT_TRY(ft_io_manifest_int(m, "random.seed", &seed));
     FT_TRY(ft_io_manifest_int(m, "sampler.samples", &was.samples));
     FT_TRY(ft_io_manifest_int(m, "sampler.seq_len", &was.seq_len));
     FT_TRY(ft_io_manifest_int(m, "sampler.windows", &was.windows));
     FT_TRY(ft_io_manifest_int(m, "sampler.tokens", &was.tokens));
-    if (hash) was.data_hash = strtoull(hash, &end, 16);
-    if (!hash || end == hash || *end)
-        return ft_error(FT_ERR_DATA, "%s: sampler.data_hash is missing, or no hexadecimal number",
-                        m->where);
+    FT_TRY(manifest_hash(m, "sampler.data_hash", &was.data_hash));
+    FT_TRY(manifest_hash(m, "sampler.label_hash", &was.label_hash));
     if (seed != t->work->set->seed)
         return ft_error(FT_ERR_ARG, "%s: random.seed was %lld, here it is %lld: with another --seed "
                         "the data would have another order, and the run not be the same", m->where,
@@ -1511,19 +1522,26 @@ static ft_status checkpoint_open(trainer *t) { return (void)t, FT_OK; }
 static ft_status checkpoint_close(trainer *t, ft_status status) { return (void)t, status; }
 #endif
 
-/* Rows of steps that will be run again are cut off the log, and a row that was not finished. */
+/* Rows of steps that will be run again are cut off the log, and a row that was not finished. So is
+   the validation of the step that the checkpoint is of, which comes after it is saved, and may not
+   have come: train() repeats it. */
 static ft_status log_resume(trainer *t) {
     const char *path = t->work->set->log_path;
     char *row = NULL;
     size_t room = 0;
+    struct stat info;
     long keep = 0;
     ssize_t n;
     FILE *file;
     if (!t->work->sampler || !t->work->set->resume || !path || ft_rank(t->ctx) != 0) return FT_OK;
-    file = fopen(path, "r");
+    /* A pipe or a device has nothing to be cut, and may have nothing to be read, ever. */
+    file = stat(path, &info) == 0 && S_ISREG(info.st_mode) ? fopen(path, "r") : NULL;
     while (file && (n = getline(&row, &room, file)) > 0 && row[n - 1] == '\n') {
         long long step = 0;
-        if (sscanf(row, "{\"step\":%lld", &step) == 1 && step > t->first_step) break;
+        if (sscanf(row, "{\"step\":%lld", &step) == 1 &&
+            (step > t->first_step ||
+             (step == t->first_step && step > 0 && evaluation_is_due(t->work, step) &&
+              strstr(row, "\"eval_loss\":")))) break;
         keep += (long)n;
     }
     free(row);
@@ -1543,6 +1561,7 @@ static ft_status train(trainer *t) {
     int64_t step, every = work->set->checkpoint_every;
     int stop = 0;
     if (ft_rank(t->ctx) == 0) work->begin = begin;
+    if (t->first_step > 0) FT_TRY(maybe_evaluate(t, t->first_step)); /* see log_resume() */
     for (step = t->first_step; step < work->steps && !stop; step++) {
         double lr = ft_lr_at(&schedule, step), step_begin = now_s();
         ft_zero_report report;
@@ -1744,6 +1763,9 @@ static ft_status export_model(trainer *t) {
 static ft_status train_from_checkpoint(trainer *t) {
     FT_TRY(checkpoint_open(t));
     FT_TRY(log_resume(t));
+    /* Once more: log, events and checkpoints are there now, and may lie where the export goes. */
+    if (t->work->sampler && t->work->set->export_dir && ft_rank(t->ctx) == 0)
+        FT_TRY(ft_io_export_check(t->work->set->export_dir));
     count_traffic(t, -1);
     FT_TRY(train(t));
     if (t->work->set->resume) { /* without a step left, the set-up ends here */
@@ -2180,7 +2202,7 @@ static ft_status check_layout(program *p) {
                        p->model.intermediate, set->micro_batch_size, set->seq_len);
 }
 
-/* An output must not be one of the inputs, which are mapped. */
+/* An output must not be one of the inputs: data are mapped, settings are wanted again. */
 static ft_status check_output(const program *p, const char *path) {
     const ft_io_data *inputs[2];
     struct stat out, in;
@@ -2189,6 +2211,12 @@ static ft_status check_output(const program *p, const char *path) {
     inputs[0] = p->data;
     inputs[1] = p->eval_data;
     if (!path || stat(path, &out) != 0) return FT_OK; /* none, or a new file */
+    for (k = 0; k < 2; k++) {
+        file = k ? p->set.gemm_table : p->set.config_path;
+        if (file && stat(file, &in) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+            return ft_error(FT_ERR_ARG, "%s would be written over %s %s", path,
+                            k ? "--gemm-tune" : "--config", file);
+    }
     for (k = 0; k < 2; k++)
         for (i = 0; (file = ft_io_data_file(inputs[k], i)) != NULL; i++)
             if (stat(file, &in) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
@@ -2712,8 +2740,14 @@ static void print_stop(program *p, const job *work) {
         printf("--resume auto continues from %s\n", work->saved);
         return;
     }
-    printf("without --checkpoint-dir nothing was saved\n");
+    if (p->set.export_dir) printf("without --checkpoint-dir it cannot be continued\n");
+    else printf("without --checkpoint-dir nothing was saved\n");
     p->exit_status = 128 + number;
+}
+
+static void print_exported(const program *p) {
+    if (!p->set.export_dir) return;
+    printf("\nexported %s, %s\n", p->set.export_dir, p->set.export_dtype ? "bf16" : "fp32");
 }
 
 static ft_status train_for_real(program *p) {
@@ -2750,6 +2784,7 @@ static ft_status train_for_real(program *p) {
     if (steps <= 0) {
         printf("\nnothing to train: the checkpoint is at step %lld of %lld\n",
                (long long)work.first_step, (long long)p->set.steps);
+        print_exported(p);
         if (p->set.hash) printf("\nhash %016llx\n", (unsigned long long)work.hash);
         if (p->set.sample) print_sample(&work);
         return FT_OK;
@@ -2771,8 +2806,7 @@ static ft_status train_for_real(program *p) {
     else printf("  NOT as planned on %d of %d ranks: please report this\n", wrong, ranks);
     printf("\nbytes sent by each rank in %lld steps\n", (long long)steps);
     FT_TRY(print_traffic(ranks, p->run));
-    if (p->set.export_dir)
-        printf("\nexported %s, %s\n", p->set.export_dir, p->set.export_dtype ? "bf16" : "fp32");
+    print_exported(p);
     if (p->set.hash) printf("\nhash %016llx\n", (unsigned long long)work.hash);
     if (p->set.sample) print_sample(&work);
     return FT_OK;

@@ -78,6 +78,8 @@ value() { sed -n "s/^$1 //p" "$dir/out"; }
 # Rows of two logs: what a step computed, without its times.
 rows() { sed 's/,"tokens_per_s".*//' "$1"; }
 
+drop_last() { sed '$d' "$1" >"$dir/rest" && mv "$dir/rest" "$1"; }
+
 # wait_for PATH: until it is there, for at most 20 s.
 wait_for() {
     tries=0
@@ -174,6 +176,46 @@ wave="--steps 400 --lr-schedule cosine --warmup 5 --lr-floor 0.0001"
         --steps 20 --resume "$ck/step-00000012"
 }
 
+# ---------------------------------------------------------------------------------- validation
+
+# shellcheck disable=SC2086
+{
+    # A log that is no file cannot be cut, and need not.
+    rm -rf "$ck"
+    run $small --steps 1 --checkpoint-dir "$ck"
+    mkfifo "$dir/pipe"
+    cat "$dir/pipe" "$dir/pipe" >"$dir/piped" & # opened once to try it, and once to log
+    reader=$!
+    if run $small --steps 2 --checkpoint-dir "$ck" --resume --log /dev/null &&
+        run $small --steps 3 --checkpoint-dir "$ck" --resume --log "$dir/pipe" &&
+        wait_rows "$dir/piped" 1 && grep -q '^{"step":3,' "$dir/piped"; then
+        pass "a log that is a pipe or a device"
+    else fail "a log that is a pipe or a device" "refused, or nothing came"
+    fi
+    kill $reader 2>/dev/null # it may be over, or wait for another writer
+    wait $reader 2>/dev/null
+    # The validation of step 4 comes after its checkpoint: whether or not it has come, it is there
+    # once. The same of the last step.
+    rm -rf "$ck" "$dir"/*.jsonl
+    valid="$small --dp 2 --zero-stage 3 --allocator arena --eval-data $dir/data.txt --eval-every 2"
+    run $valid --steps 6 --log "$dir/whole.jsonl"
+    for left in all but-the-last; do
+        rm -rf "$ck"
+        run $valid --steps 4 --checkpoint-dir "$ck" --log "$dir/part.jsonl"
+        [ $left = all ] || drop_last "$dir/part.jsonl"
+        run $valid --steps 6 --checkpoint-dir "$ck" --resume --log "$dir/part.jsonl"
+        equal=$(grep -c "equal to the plan" "$dir/out")
+        [ $left = all ] || drop_last "$dir/part.jsonl"
+        run $valid --steps 6 --checkpoint-dir "$ck" --resume --log "$dir/part.jsonl"
+        for log in whole part; do rows "$dir/$log.jsonl" | sed 's/,"elapsed_s".*//'; done |
+            sort | uniq -c >"$dir/rows"
+        if [ "$equal" = 1 ] && [ "$(wc -l <"$dir/rows")" = 9 ] &&
+            ! grep -qv "^ *2 " "$dir/rows"; then pass "validations of a resumed run, $left there"
+        else fail "validations of a resumed run, $left there" "$(grep -v '^ *2 ' "$dir/rows")"
+        fi
+    done
+}
+
 # ---------------------------------------------------------------------------- damage, a full disk
 
 # shellcheck disable=SC2086
@@ -200,6 +242,37 @@ wave="--steps 400 --lr-schedule cosine --warmup 5 --lr-floor 0.0001"
         run $small --steps 9 --dp 2 --checkpoint-dir "$ck" --resume &&
         grep -q "at step 5 of 9" "$dir/out"; then pass "a full disk loses nothing"
     else fail "a full disk loses nothing" "status $status"
+    fi
+}
+
+# ------------------------------------------------------------- an export that could not be written
+
+# early WORDS ARGUMENTS...: an export that would be refused in the end is refused before the first
+# step.
+early() {
+    refuse "$@" --steps 3
+    if grep -q "^step 1/" "$dir/out"; then fail "before it trains" "trained first"; fi
+}
+
+# shellcheck disable=SC2086
+{
+    early "cannot create a directory beside it" $small --export "$dir/no/such/place"
+    early "is not empty (it has ck)" $small --export "$dir/e1" --checkpoint-dir "$dir/e1/ck"
+    early "is not empty" $small --export "$dir/e2" --checkpoint-dir "$dir/e2"
+    early "is not empty (it has events" $small --export "$dir/e3" --tensorboard "$dir/e3"
+    early "is a file" $small --export "$dir/e4" --log "$dir/e4"
+    mkdir "$dir/e5"
+    early "is not empty (it has log)" $small --export "$dir/e5" --log "$dir/e5/log"
+    if [ "$(id -u)" = 0 ] && mkdir "$dir/e6" && mount --bind "$dir/e6" "$dir/e6" 2>/dev/null; then
+        early "file system is mounted" $small --export "$dir/e6"
+        umount "$dir/e6"
+    fi
+    mkdir "$dir/e7"
+    if run $small --steps 2 --export "$dir/e7" --checkpoint-dir "$dir/e7ck" &&
+        run $small --steps 2 --export "$dir/e7" --checkpoint-dir "$dir/e7ck" --resume &&
+        grep -q "^nothing to train" "$dir/out" && grep -q "^exported $dir/e7, fp32" "$dir/out" &&
+        [ "$(ls -d "$dir"/e7.* 2>/dev/null)" = "" ]; then pass "an export of a run that is over"
+    else fail "an export of a run that is over" "$(ls -d "$dir"/e7*)"
     fi
 }
 
