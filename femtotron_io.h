@@ -1302,14 +1302,20 @@ static int ft__io_write(int fd, const void *from, size_t bytes, size_t *written)
 }
 
 #if defined(FT_CJSON) || defined(FEMTOTRON_LLAMA_H)
-/* DIRECTORY/NAME, to be freed. */
-static ft_status ft__io_inside(const char *directory, const char *name, char **path)
+/* DIRECTORY/NAME, to be freed; NULL without memory. */
+static char *ft__io_join(const char *directory, const char *name)
 {
     const size_t n = strlen(directory), room = n + strlen(name) + 2;
-    *path = (char *)FT_MALLOC(room);
-    if (*path == NULL) return ft__io_oom(directory, room);
-    snprintf(*path, room, "%s%s%s", directory, n > 0 && directory[n - 1] == '/' ? "" : "/", name);
-    return FT_OK;
+    char *path = (char *)FT_MALLOC(room);
+    if (path == NULL) return NULL;
+    snprintf(path, room, "%s%s%s", directory, n > 0 && directory[n - 1] == '/' ? "" : "/", name);
+    return path;
+}
+
+static ft_status ft__io_inside(const char *directory, const char *name, char **path)
+{
+    *path = ft__io_join(directory, name);
+    return *path != NULL ? FT_OK : ft__io_oom(directory, strlen(directory) + strlen(name) + 2);
 }
 #endif
 
@@ -1325,6 +1331,39 @@ static int ft__io_rename(const char *from, const char *to)
     const int error = FT_IO_FAULT("rename");
     if (error != 0) errno = error;
     return error != 0 ? -1 : rename(from, to);
+}
+
+static ft_status ft__io_refused(const char *path, const char *what)
+{
+    return ft_error(FT_ERR_IO, "%s: cannot %s: %s", path, what, strerror(errno));
+}
+
+static int ft__io_mkdir(const char *path)
+{
+    const int error = FT_IO_FAULT("mkdir");
+    if (error != 0) errno = error;
+    return error != 0 ? -1 : mkdir(path, 0777);
+}
+
+/* The directory and those above it. */
+static ft_status ft__io_mkdirs(const char *path)
+{
+    struct stat info;
+    char *copy = ft__io_copy(path);
+    if (copy == NULL) return ft__io_oom(path, strlen(path) + 1);
+    for (char *c = copy + 1; *c != 0; c++) {
+        if (*c != '/') continue;
+        *c = 0;
+        (void)mkdir(copy, 0777); /* what is wrong shows at the last one */
+        *c = '/';
+    }
+    FT_FREE(copy);
+    if (ft__io_mkdir(path) == 0) return FT_OK;
+    if (errno != EEXIST) return ft__io_refused(path, "make the directory");
+    if (stat(path, &info) != 0 || !S_ISDIR(info.st_mode))
+        return ft_error(FT_ERR_IO, "%s: cannot make the directory: what is there is no directory",
+                        path);
+    return FT_OK;
 }
 
 /* -------------------------------------------------------------------------------- >>utf8.impl */
@@ -6007,18 +6046,6 @@ FT_API ft_status ft_io_manifest_real(const ft_io_manifest *manifest, const char 
     return FT_OK;
 }
 
-/* DIRECTORY/NAME, to be freed; NULL without memory. */
-static char *ft__io_join(const char *directory, const char *name)
-{
-    const size_t n = strlen(directory), m = strlen(name);
-    char *path = (char *)FT_MALLOC(n + m + 2);
-    if (path == NULL) return NULL;
-    memcpy(path, directory, n);
-    path[n] = '/';
-    memcpy(path + n + 1, name, m + 1);
-    return path;
-}
-
 /* The bytes of a regular file (no link), terminated, to be freed. */
 static ft_status ft__io_slurp(const char *path, size_t most, char **text, size_t *n)
 {
@@ -6457,38 +6484,6 @@ static double ft__io_now(void)
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-static ft_status ft__io_refused(const char *path, const char *what)
-{
-    return ft_error(FT_ERR_IO, "%s: cannot %s: %s", path, what, strerror(errno));
-}
-
-static int ft__io_mkdir(const char *path)
-{
-    const int error = FT_IO_FAULT("mkdir");
-    if (error != 0) errno = error;
-    return error != 0 ? -1 : mkdir(path, 0777);
-}
-
-/* The directory and those above it. */
-static ft_status ft__io_mkdirs(const char *path)
-{
-    struct stat info;
-    char *copy = ft__io_copy(path);
-    if (copy == NULL) return ft__io_oom(path, strlen(path) + 1);
-    for (char *c = copy + 1; *c != 0; c++) {
-        if (*c != '/') continue;
-        *c = 0;
-        (void)mkdir(copy, 0777); /* what is wrong shows at the last one */
-        *c = '/';
-    }
-    FT_FREE(copy);
-    if (ft__io_mkdir(path) == 0) return FT_OK;
-    if (errno != EEXIST) return ft__io_refused(path, "make the directory");
-    if (stat(path, &info) != 0 || !S_ISDIR(info.st_mode))
-        return ft_error(FT_ERR_IO, "%s: is there, and no directory", path);
-    return FT_OK;
 }
 
 /* A new file with these bytes, on the disk when this returns. */
@@ -7239,7 +7234,7 @@ FT_API void ft_io_checkpoint_abandon(ft_io_checkpoint *c)
     ft__io_checkpoint_free(c);
 }
 
-/* ----------------------------------------------------------------------------- >>hf llama.impl */
+/* ------------------------------------------------------------------------------- >>resume.impl */
 
 #ifdef FEMTOTRON_LLAMA_H
 
@@ -7889,21 +7884,6 @@ FT_API ft_status ft_io_tb_close(ft_io_tb *log)
     return status;
 }
 
-/* Makes the directory `path`, which is changed on the way and restored. */
-static ft_status ft__io_tb_directory(char *path)
-{
-    struct stat info;
-    for (char *slash = strchr(path + 1, '/'); slash != NULL; slash = strchr(slash + 1, '/')) {
-        *slash = 0;
-        (void)mkdir(path, 0777); /* what is wrong shows at the last one */
-        *slash = '/';
-    }
-    if (mkdir(path, 0777) == 0) return FT_OK;
-    const int error = errno;
-    if (stat(path, &info) == 0 && S_ISDIR(info.st_mode)) return FT_OK;
-    return ft_error(FT_ERR_IO, "%s: cannot make the directory: %s", path, strerror(error));
-}
-
 /* Opens DIRECTORY/events.out.tfevents.SECONDS.HOST.PID.N; the path has room for it. */
 static ft_status ft__io_tb_create(ft_io_tb *log, size_t n, size_t room, double wall_time)
 {
@@ -7936,12 +7916,8 @@ FT_API ft_status ft_io_tb_open(const char *directory, double wall_time, ft_io_tb
     memset(log, 0, sizeof *log);
     log->fd = -1;
     log->path = (char *)FT_MALLOC(room);
-    ft_status status = FT_OK;
-    if (log->path == NULL) status = ft__io_oom(directory, room);
-    if (status == FT_OK) {
-        memcpy(log->path, directory, n + 1);
-        status = ft__io_tb_directory(log->path);
-    }
+    ft_status status = log->path == NULL ? ft__io_oom(directory, room) : ft__io_mkdirs(directory);
+    if (log->path != NULL) memcpy(log->path, directory, n + 1);
     if (status == FT_OK) status = ft__io_tb_create(log, n, room, wall_time);
     if (status == FT_OK) {
         ft__io_tb_version(log, wall_time);
@@ -8642,7 +8618,7 @@ FT_API ft_status ft_io_report_write(const char *path, const ft_io_report *report
     return FT_OK;
 }
 
-/* ------------------------------------------------------------------------------- >>resume.impl */
+/* ----------------------------------------------------------------------------- >>hf llama.impl */
 
 #ifdef FEMTOTRON_LLAMA_H
 
@@ -8858,20 +8834,20 @@ FT_API ft_io_export ft_io_export_default(void)
     return options;
 }
 
-static const char ft__io_manifest[] = "femtotron_export.txt";
-static const char ft__io_manifest_head[] = "The files of an export, which another one may replace:";
+static const char ft__io_list_name[] = "femtotron_export.txt";
+static const char ft__io_list_head[] = "The files of an export, which another one may replace:";
 
 /* The text of an earlier export's list in a directory, or NULL in *text; to be freed. */
-static ft_status ft__io_manifest_read(const char *directory, char **text)
+static ft_status ft__io_list_read(const char *directory, char **text)
 {
     ft__io_map map;
     char *path = NULL;
-    const size_t head = sizeof ft__io_manifest_head - 1;
+    const size_t head = sizeof ft__io_list_head - 1;
     *text = NULL;
-    FT_TRY(ft__io_inside(directory, ft__io_manifest, &path));
+    FT_TRY(ft__io_inside(directory, ft__io_list_name, &path));
     if (access(path, F_OK) == 0 && ft__io_map_open(path, &map) == FT_OK) {
         if (map.bytes >= head && map.bytes < (1 << 20) &&
-            memcmp(map.base, ft__io_manifest_head, head) == 0 &&
+            memcmp(map.base, ft__io_list_head, head) == 0 &&
             memchr(map.base, 0, map.bytes) == NULL) {
             *text = (char *)FT_MALLOC(map.bytes + 1);
             if (*text != NULL) {
@@ -8886,11 +8862,11 @@ static ft_status ft__io_manifest_read(const char *directory, char **text)
 }
 
 /* 1 if `name` is a line of the list (or the list). */
-static int ft__io_manifest_has(const char *text, const char *name)
+static int ft__io_list_has(const char *text, const char *name)
 {
     const size_t n = strlen(name);
     if (text == NULL) return 0;
-    if (strcmp(name, ft__io_manifest) == 0) return 1;
+    if (strcmp(name, ft__io_list_name) == 0) return 1;
     for (const char *line = strchr(text, '\n'); line != NULL; line = strchr(line + 1, '\n'))
         if (strncmp(line + 1, name, n) == 0 && line[1 + n] == '\n') return 1;
     return 0;
@@ -8907,15 +8883,15 @@ static ft_status ft__io_bare(const char *directory, char **bare)
     return FT_OK;
 }
 
-static ft_status ft__io_export_entries(const char *directory, DIR *entries, const char *manifest)
+static ft_status ft__io_export_entries(const char *directory, DIR *entries, const char *list)
 {
     for (struct dirent *e; (e = readdir(entries)) != NULL;) {
         if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
-        if (manifest == NULL)
+        if (list == NULL)
             return ft_error(FT_ERR_IO, "%s: is not empty (it has %s) and is no earlier export (%s "
                             "is not in it): export to another directory", directory,
-                            ft__io_show(e->d_name).text, ft__io_manifest);
-        if (!ft__io_manifest_has(manifest, e->d_name))
+                            ft__io_show(e->d_name).text, ft__io_list_name);
+        if (!ft__io_list_has(list, e->d_name))
             return ft_error(FT_ERR_IO, "%s: has %s, which no export wrote: nothing is replaced; "
                             "move it, or export to another directory", directory,
                             ft__io_show(e->d_name).text);
@@ -8925,7 +8901,7 @@ static ft_status ft__io_export_entries(const char *directory, DIR *entries, cons
 
 FT_API ft_status ft_io_export_check(const char *directory)
 {
-    char *bare = NULL, *manifest = NULL;
+    char *bare = NULL, *list = NULL;
     struct stat info;
     FT_TRY(ft__io_bare(directory, &bare));
     ft_status status = FT_OK;
@@ -8935,13 +8911,13 @@ FT_API ft_status ft_io_export_check(const char *directory)
         DIR *entries = opendir(bare);
         if (entries == NULL)
             status = ft_error(FT_ERR_IO, "%s: cannot be read: %s", bare, strerror(errno));
-        if (status == FT_OK) status = ft__io_manifest_read(bare, &manifest);
-        if (status == FT_OK) status = ft__io_export_entries(bare, entries, manifest);
+        if (status == FT_OK) status = ft__io_list_read(bare, &list);
+        if (status == FT_OK) status = ft__io_export_entries(bare, entries, list);
         if (entries != NULL) closedir(entries);
     } else if (errno != ENOENT) {
         status = ft_error(FT_ERR_IO, "%s: cannot be written: %s", bare, strerror(errno));
     }
-    FT_FREE(manifest);
+    FT_FREE(list);
     FT_FREE(bare);
     return status;
 }
@@ -8958,7 +8934,7 @@ typedef struct ft__io_out { /* of an export, on every rank */
     float *values;           /* [largest tensor] */
     const char *name;        /* of the tensor in values */
     char *temporary;         /* the directory that is written */
-    ft__io_text manifest;
+    ft__io_text list;
 } ft__io_out;
 
 #define FT__IO_PART ((int64_t)1 << 18) /* elements that travel at a time */
@@ -9074,11 +9050,11 @@ static ft_status ft__io_out_note(ft__io_out *o, const char *name)
 {
     ft_io_json text;
     memset(&text, 0, sizeof text);
-    text.text = o->manifest;
+    text.text = o->list;
     ft__io_json_put(&text, name, strlen(name));
     ft__io_json_put(&text, "\n", 1);
-    o->manifest = text.text;
-    return text.status == FT_OK ? FT_OK : ft__io_oom(o->temporary, o->manifest.n);
+    o->list = text.text;
+    return text.status == FT_OK ? FT_OK : ft__io_oom(o->temporary, o->list.n);
 }
 
 static size_t ft__io_out_bytes(const ft__io_out *o, const ft_llama_param *p)
@@ -9211,7 +9187,7 @@ static ft_status ft__io_out_directory(ft__io_out *o, const ft_io_hf_config *conf
 {
     const int64_t most = options->max_shard_bytes > 0 ? options->max_shard_bytes : 5000000000LL;
     char *path;
-    FT_TRY(ft__io_out_note(o, ft__io_manifest_head));
+    FT_TRY(ft__io_out_note(o, ft__io_list_head));
     FT_TRY(ft__io_out_weights(o, (size_t)most));
     FT_TRY(ft__io_inside(o->temporary, "config.json", &path));
     ft_status status = ft_io_hf_config_write(config, path);
@@ -9219,8 +9195,8 @@ static ft_status ft__io_out_directory(ft__io_out *o, const ft_io_hf_config *conf
     FT_TRY(status);
     FT_TRY(ft__io_out_note(o, "config.json"));
     if (options->copy_from != NULL) FT_TRY(ft__io_out_copy(o, options->copy_from));
-    FT_TRY(ft__io_inside(o->temporary, ft__io_manifest, &path));
-    status = ft__io_bytes_to_file(path, o->manifest.bytes, o->manifest.n);
+    FT_TRY(ft__io_inside(o->temporary, ft__io_list_name, &path));
+    status = ft__io_bytes_to_file(path, o->list.bytes, o->list.n);
     FT_FREE(path);
     return status;
 }
@@ -9229,19 +9205,19 @@ static ft_status ft__io_out_directory(ft__io_out *o, const ft_io_hf_config *conf
    stays, and then so does the directory. `listed` 0: all files, of one that is not finished. */
 static void ft__io_out_remove(const char *directory, int listed)
 {
-    char *manifest = NULL, *path;
+    char *list = NULL, *path;
     DIR *entries = opendir(directory);
-    if (listed) (void)ft__io_manifest_read(directory, &manifest);
+    if (listed) (void)ft__io_list_read(directory, &list);
     for (struct dirent *e; entries != NULL && (e = readdir(entries)) != NULL;) {
         if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
-        if (listed && !ft__io_manifest_has(manifest, e->d_name)) continue;
+        if (listed && !ft__io_list_has(list, e->d_name)) continue;
         if (ft__io_inside(directory, e->d_name, &path) != FT_OK) continue;
         unlink(path);
         FT_FREE(path);
     }
     if (entries != NULL) closedir(entries);
     if (rmdir(directory) != 0 && errno == ENOTDIR) unlink(directory); /* a link to one */
-    FT_FREE(manifest);
+    FT_FREE(list);
 }
 
 /* BARE + what, with the first N that is free; a directory, if `make`. To be freed. */
@@ -9255,7 +9231,7 @@ static ft_status ft__io_out_beside(const char *bare, const char *what, int make,
     errno = EEXIST;
     for (int i = 0; !done && errno == EEXIST && i < 10000; i++) {
         snprintf(name, room, "%s.%s-%ld-%d", bare, what, (long)getpid(), i);
-        if (make) done = mkdir(name, 0777) == 0;
+        if (make) done = ft__io_mkdir(name) == 0;
         else if (!(done = stat(name, &info) != 0 && errno == ENOENT)) errno = EEXIST;
     }
     *out = name;
@@ -9309,7 +9285,7 @@ static ft_status ft__io_out_write(ft__io_out *o, const char *directory,
         status = ft_error(status, "%s", message);
     }
     FT_FREE(o->temporary);
-    FT_FREE(o->manifest.bytes);
+    FT_FREE(o->list.bytes);
     FT_FREE(bare);
     return status;
 }
