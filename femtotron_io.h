@@ -1,5 +1,5 @@
-/* femtotron_io.h: safetensors, token data and its sampler, checkpoints, metrics, reports and JSON,
-   for femtotron.h.
+/* femtotron_io.h: what a training run reads and writes, for femtotron.h: safetensors, models of
+   Hugging Face, token data and its sampler, checkpoints, metrics, reports and JSON.
 
    Do this, in ONE C or C++ file of your program (elsewhere without the macro):
 
@@ -15,12 +15,15 @@
 
    WHAT IT DOES NOT DO
      No tokenizer (tools/tokenize.py calls one, and writes what is read here), no downloads, no
-     weights but safetensors (pytorch_model.bin, GGUF), no quantized ones, no big-endian host. It
-     writes no token shards, and reads no compressed data. Of Megatron's data it reads text, no
-     multimodal sequences, and blends no data sets by weights. Ranks of a checkpoint share a file
-     system: nothing is sent to one rank to be written, and none of it is compressed.
-     JSON is written by the emitter here; of JSON read, the safetensors header and examples for
-     fine-tuning need no library, a Hugging Face config.json and a checkpoint's manifest need cJSON.
+     big-endian host.
+     Weights: safetensors alone (no pytorch_model.bin, no GGUF), none that are quantized; of models
+     the families llama, mistral, qwen2 and qwen3, and no sliding window shorter than the sequences.
+     Data: no token shards are written, no compressed ones are read. Of Megatron's data it reads
+     text, no multimodal sequences, and blends no data sets by weights.
+     Checkpoints: ranks share a file system: nothing is sent to one rank to be written, and nothing
+     is compressed.
+     JSON is written by the emitter here. A safetensors header and examples for fine-tuning are read
+     without a library; a config.json, a model's index and a checkpoint's manifest need cJSON.
 
    CONTENTS  (find a part by searching for its mark)
      Declarations                                    Implementation
@@ -46,22 +49,28 @@
    OPTIONS  (define before the include that has the implementation)
      FEMTOTRON_IO_IMPLEMENTATION   the implementation of this header alone. Default: off;
                    FEMTOTRON_IMPLEMENTATION switches on that of every header.
-     FT_CJSON      adds what reads JSON - of >>hf the parsing, >>model, of >>hf llama loading - with
-                   cJSON (<cjson/cJSON.h>, link -lcjson). Default off. Set it, in every file that
-                   calls those, where the library is installed. Writing needs no library.
+     FT_CJSON      adds what reads JSON with cJSON (<cjson/cJSON.h>, link -lcjson): of >>hf the
+                   parsing, >>model, of >>hf llama the loading. Default off. Set it, in every file
+                   that calls those, where the library is installed.
      FT_XXHASH     adds, together with FT_CJSON, >>checkpoint, which hashes with xxHash (<xxhash.h>,
-                   link -lxxhash). Default off. Checkpoints of a Llama are there where
-                   femtotron_llama.h is included before this header, also by the file with the
-                   implementation, which then needs POSIX (-std=c11 alone hides it where a system
-                   header comes first).
-     FT_IO_FAULT(call)   for tests: called before "write", "sync", "rename", "mkdir" and "open" of
-                   what is written; an errno that it gives is taken for the call's. Default 0.
+                   link -lxxhash). Default off. The file with the implementation then needs POSIX
+                   (-std=c11 alone hides it where a system header comes first).
+     FT_IO_FAULT(call)   for tests: asked before a "write", "sync", "rename", "mkdir" or "open" with
+                   which a checkpoint is written; an errno that it gives is taken for the call's.
+                   Other files' are asked too, where they share the code. Default 0.
+     femtotron_llama.h, included before this header (also in the file with the implementation), adds
+                   >>hf llama, and to >>checkpoint those of a Llama.
 
    CONCEPTS AND COSTS
      mapping   Safetensors files and data are mapped, not read: opening costs page tables, and bytes
                come from the page cache when they are touched. All threads of the process share
                them. A file that another process cuts short while it is mapped kills the process
                (SIGBUS).
+     whole     What replaces a file (safetensors, config.json), an export or a checkpoint is written
+               beside it, synced and renamed: under its name is the old one or the new one, whole.
+               Logs, traces and reports are written where they lie.
+     model     A directory of Hugging Face: config.json, and the weights in safetensors files, under
+               its names. A rank reads of these what it owns; no rank holds a whole model.
      stream    Data files are one sequence of tokens, in the order given: token p of the stream is
                in the file whose range holds p. Files end nowhere in particular: samples run across.
      shard     A file of tokens of 16 or 32 bits, little-endian: nothing else (raw, as nanoGPT
@@ -98,6 +107,8 @@
 
      checkpoint  A directory of safetensors files, one a rank, and a manifest. What each file holds
                are runs of elements of whole arrays, so that any other mesh finds what it needs.
+     record    What a rank's memory, spans and streams did in a step, copied out of its context:
+               traces and reports are made from it.
 
        operation                      memory                        time
        ft_io_safetensors_open         header + 150 B a tensor       n log n in the tensors
@@ -127,17 +138,21 @@
                                                                     the rank's elements lie
        ft_io_tb_scalar                43 B and its tag, until       8 shifts a byte, twice
                                       _flush
+       ft_io_record_take              80 B an event of memory,      a copy of each; waits for all
+                                      48 B a span, 64 B a work      streams
 
    OWNERSHIP, THREADS, ERRORS
-     What _open or _create gives, the matching _close, _finish or _abandon takes back; pointers into
-     it die with it. Files opened for reading may be used by any number of threads at once; a
-     writer, an emitter, a log (of either kind), a checkpoint or its reader by one at a time (a
-     checkpoint has a thread of its own, which touches nothing of the caller's). Paths, names and keys
-     that are passed in are copied. Fallible functions return ft_status, and ft_last_error() names the
-     file, what is wrong, and where.
+     What _open or _create gives, the matching _close, _finish or _abandon takes back, what _parse
+     gives _free; pointers into it die with it. Files opened for reading may be used by any number
+     of threads at once; a writer, an emitter, a log (of either kind), a checkpoint or its reader by
+     one at a time (a checkpoint has a thread of its own, which touches nothing of the caller's).
+     What parses with cJSON runs in one thread at a time: see ft_io_hf_config_parse. Paths, names
+     and keys that are passed in are copied. Fallible functions return ft_status, and
+     ft_last_error() names the file, what is wrong, and where. A function that takes a ft_ctx is
+     called by that rank's thread, and where it says collective, by all ranks.
 
    LETTERS  B batch of a rank, T tokens of a sequence, G samples of the global batch, N windows,
-            R ranks, M micro-batches.
+            R ranks, M micro-batches, W ranks of the world.
 
    License: MIT, see LICENSE. */
 
@@ -319,6 +334,7 @@ FT_API int64_t ft_io_hf_index_count(const ft_io_hf_index *index);
 FT_API const char *ft_io_hf_index_at(const ft_io_hf_index *index, int64_t i, const char **file);
 /* Tensor number i, sorted by name, and, unless NULL, its file; NULL outside 0..count-1. */
 FT_API void ft_io_hf_index_free(ft_io_hf_index *index);
+/* NULL is allowed. */
 
 /* ------------------------------------------------------------------------------------- >>model */
 
@@ -716,6 +732,7 @@ FT_API ft_status ft_io_checkpoint_list(const char *dir, int64_t *n, ft_io_entry 
 /* What looks like a checkpoint, the last written first; free *entries with FT_FREE, or
    ft_io_checkpoint_list_free. A directory that is not there has none. */
 FT_API void ft_io_checkpoint_list_free(ft_io_entry *entries);
+/* NULL is allowed. */
 
 typedef struct ft_io_reader ft_io_reader;
 
@@ -837,7 +854,7 @@ typedef struct ft_io_json ft_io_json;
 FT_API ft_status ft_io_json_create(FILE *file, const char *name, ft_io_json **out);
 /* Emits into an open file, which stays the caller's; `name` stands for it in messages. */
 FT_API ft_status ft_io_json_open(const char *path, ft_io_json **out);
-/* Emits into a new file. */
+/* Emits into a new file, or over an old one. */
 FT_API void ft_io_json_begin_object(ft_io_json *json);
 FT_API void ft_io_json_end_object(ft_io_json *json);
 FT_API void ft_io_json_begin_array(ft_io_json *json);
@@ -949,15 +966,16 @@ FT_API ft_status ft_io_record_take(ft_ctx *ctx, ft_io_record *record);
    streams. */
 FT_API void ft_io_record_free(ft_io_record *record);
 FT_API void ft_io_record_overlap(const ft_io_record *record, double *traffic_s, double *under_s);
-/* Of gathers, reductions and pipeline exchanges beside compute (works on those streams): how long they took, and how much of that
-   lies under compute (ops on that stream). What is not under compute, the rank waited for. */
+/* Of gathers, reductions and pipeline exchanges beside compute (works on those streams): how long
+   they took, and how much of that lies under compute (ops on that stream). What is not under
+   compute, the rank waited for. */
 
 /* ------------------------------------------------------------------------------------- >>trace */
 
 FT_API ft_status ft_io_trace_write(const char *path, int n, const ft_io_record *records);
 /* Trace Event Format (JSON) for chrome://tracing and ui.perfetto.dev: a process a rank; its spans
-   (times of the host) and what each stream did (times of the device) as slices of a thread each, its
-   bytes by tag as a counter. Times in microseconds. */
+   (times of the host) and what each stream did (times of the device) as slices of a thread each,
+   its bytes by tag as a counter. Times in microseconds. */
 
 /* ------------------------------------------------------------------------------------ >>report */
 

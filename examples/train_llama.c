@@ -1,22 +1,32 @@
-/* train_llama.c: trains a Llama on any files, byte by byte or by tokens, with every rank a thread.
+/* train_llama.c: trains a Llama on bytes, tokens or examples. Ranks are threads; under torchrun,
+   mpirun or srun each is a process with a GPU.
 
    Build:  cc -std=c11 -O3 -march=native -I. examples/train_llama.c -o train_llama -lm -lpthread
    Run:    ./train_llama --data *.h --dp 4 --zero-stage 3 --sac selective --steps 300
    GPU:    nvcc -O3 -DFT_CUDA -I. examples/train_llama.c femtotron_kernels.cu -o train_llama \
                -arch=native -lcublasLt     (make cuda does the same)
+   NCCL:   the same with -DFT_NCCL -lnccl; then
+           torchrun --no-python --nproc-per-node 8 ./train_llama --data *.h --dp 8 --zero-stage 3
    Plan:   ./train_llama --device meta --dp 8 --zero-stage 3 --sac full --model llama-3-8b
    Tune:   ./train_llama --init-from DIR --data *.bin --token-dtype uint16 --export TUNED
-           (models of Hugging Face in and out; reading them needs -DFT_CJSON ... -lcjson)
 
-   How it is built: one table of options drives parsing and --help. main() checks everything that
-   can be checked, plans the memory by running one step on the device `meta`, then trains. Plan and
-   run are the same function, rank_main(): only the device differs. Read train_step() first.
-   With --device cuda every rank is a thread too, and any number of them may share a GPU.
+   Libraries, in either build (make adds them where it finds them):
+           -DFT_CJSON -lcjson        --init-from, --model DIR, --config
+           -DFT_XXHASH -lxxhash      with cJSON: --checkpoint-dir, --resume
 
-   Checkpoints need cJSON and xxHash: add -DFT_CJSON -DFT_XXHASH, and -lcjson -lxxhash (make does so
-   where it finds them). SIGTERM and SIGINT end training after the running step, with a checkpoint
-   where there is a directory for it: then the exit status is 0, without one 128 + the signal. A
-   second signal ends the program at once.
+   How it is built: one table of options drives parsing, --config and --help. main() checks
+   everything that can be checked, plans the memory by running one step on the device `meta`, then
+   trains. Plan and run are the same function, rank_main(): only the device differs. Read
+   train_step() first. The parts, in this order, each after a line with its name:
+           options, options in a file, models, the command line
+           what is shared, model and pipeline, stopping in order, a step, what a step says
+           checkpoints, the steps, sampling, ranks
+           tables, the program, does it fit, plan and run, main
+   With --device cuda any number of ranks may share a GPU, as threads.
+
+   SIGTERM and SIGINT end training after the running step, with a checkpoint where there is a
+   directory for it: then the exit status is 0, without one 128 + the signal. A second signal ends
+   the program at once.
 
    LETTERS  B batch (a micro-batch of one dp rank), T tokens of a sequence, V vocabulary, M
    micro-batches of a step, R ranks = dp * tp * pp. A step sees dp * B * M sequences.
@@ -642,6 +652,95 @@ static int read_config(const char *path, int *given, settings *set) {
 
 #endif /* FT_CJSON */
 
+/* -- the other way, --print-config -- */
+
+static void print_json_text(const char *text, size_t n) {
+    size_t i;
+    putchar('"');
+    for (i = 0; i < n; i++) {
+        unsigned char c = (unsigned char)text[i];
+        if (c < 32) printf("\\u%04x", c);
+        else printf("%s%c", c == '"' || c == '\\' ? "\\" : "", c);
+    }
+    putchar('"');
+}
+
+/* The fewest digits that are read as the same number. */
+static void print_real(double value) {
+    char text[40];
+    int digits = 6;
+    do snprintf(text, sizeof text, "%.*g", digits, value);
+    while (strtod(text, NULL) != value && ++digits < 18);
+    fputs(text, stdout);
+}
+
+static void print_whole(int64_t value) {
+    printf(value >= EXACT_INT ? "\"%lld\"" : "%lld", (long long)value);
+}
+
+static void print_word(const char *words, int64_t index) {
+    while (index-- > 0) words += strcspn(words, "|") + 1;
+    print_json_text(words, strcspn(words, "|"));
+}
+
+static void print_paths(const paths *list) {
+    int i;
+    for (i = 0; i < list->n; i++) {
+        fputs(i ? ", " : "[", stdout);
+        print_json_text(list->path[i], strlen(list->path[i]));
+    }
+    putchar(']');
+}
+
+/* Nothing was given, and no value says so. */
+static int is_unset(const option *opt, const settings *set) {
+    const char *field = (const char *)set + opt->offset;
+    switch (opt->kind) {
+    case TAKES_INT: return !opt->initial && *(const int64_t *)(const void *)field == 0;
+    case TAKES_BYTES: return *(const int64_t *)(const void *)field == 0;
+    case TAKES_PATH:
+    case TAKES_AUTO:
+    case TAKES_TEXT: return *(const char *const *)(const void *)field == NULL;
+    case TAKES_PATHS: return ((const paths *)(const void *)field)->n == 0;
+    default: return 0;
+    }
+}
+
+static void print_setting(const option *opt, const settings *set) {
+    const char *field = (const char *)set + opt->offset;
+    const int64_t *whole = (const int64_t *)(const void *)field;
+    if (is_boolean(opt)) fputs(*whole ? "true" : "false", stdout);
+    else switch (opt->kind) {
+    case TAKES_REAL: print_real(*(const double *)(const void *)field); break;
+    case TAKES_WORD: print_word(opt->value, *whole); break;
+    case TAKES_SAC:
+        if (*whole != SAC_BUDGET) print_word(opt->value, *whole);
+        else printf("\"budget=%lld\"", (long long)set->sac_budget_bytes);
+        break;
+    case TAKES_PATHS: print_paths((const paths *)(const void *)field); break;
+    case TAKES_PATH:
+    case TAKES_AUTO:
+    case TAKES_TEXT: {
+        const char *text = *(const char *const *)(const void *)field;
+        print_json_text(text, strlen(text));
+        break;
+    }
+    default: print_whole(*whole);
+    }
+}
+
+static void print_config(const settings *set) {
+    const char *before = "{";
+    int i;
+    for (i = 0; i < OPTION_COUNT; i++) {
+        if (stays_outside(&options[i]) || is_unset(&options[i], set)) continue;
+        printf("%s\n  \"%s\": ", before, options[i].name + 2);
+        print_setting(&options[i], set);
+        before = ",";
+    }
+    puts("\n}");
+}
+
 /* -------------------------------------------------------------------------------------- models */
 
 enum { LLAMA3_NONE = 0, LLAMA3_8 = 8, LLAMA3_32 = 32 }; /* factor of scaled frequencies */
@@ -761,6 +860,8 @@ static int apply_model(settings *set, const int *given) {
            take_size(set, given, AT(qk_norm), c->qk_norm);
 }
 
+/* ----------------------------------------------------------------------------- the command line */
+
 /* Defaults, then the file, then the command line: what comes later wins. */
 static int parse_options(int argc, char **argv, settings *set) {
     int given[OPTION_COUNT], in_file[OPTION_COUNT];
@@ -776,98 +877,12 @@ static int parse_options(int argc, char **argv, settings *set) {
     return apply_model(set, given);
 }
 
-static void print_json_text(const char *text, size_t n) {
-    size_t i;
-    putchar('"');
-    for (i = 0; i < n; i++) {
-        unsigned char c = (unsigned char)text[i];
-        if (c < 32) printf("\\u%04x", c);
-        else printf("%s%c", c == '"' || c == '\\' ? "\\" : "", c);
-    }
-    putchar('"');
-}
-
-/* The fewest digits that are read as the same number. */
-static void print_real(double value) {
-    char text[40];
-    int digits = 6;
-    do snprintf(text, sizeof text, "%.*g", digits, value);
-    while (strtod(text, NULL) != value && ++digits < 18);
-    fputs(text, stdout);
-}
-
-static void print_whole(int64_t value) {
-    printf(value >= EXACT_INT ? "\"%lld\"" : "%lld", (long long)value);
-}
-
-static void print_word(const char *words, int64_t index) {
-    while (index-- > 0) words += strcspn(words, "|") + 1;
-    print_json_text(words, strcspn(words, "|"));
-}
-
-static void print_paths(const paths *list) {
-    int i;
-    for (i = 0; i < list->n; i++) {
-        fputs(i ? ", " : "[", stdout);
-        print_json_text(list->path[i], strlen(list->path[i]));
-    }
-    putchar(']');
-}
-
-/* Nothing was given, and no value says so. */
-static int is_unset(const option *opt, const settings *set) {
-    const char *field = (const char *)set + opt->offset;
-    switch (opt->kind) {
-    case TAKES_INT: return !opt->initial && *(const int64_t *)(const void *)field == 0;
-    case TAKES_BYTES: return *(const int64_t *)(const void *)field == 0;
-    case TAKES_PATH:
-    case TAKES_AUTO:
-    case TAKES_TEXT: return *(const char *const *)(const void *)field == NULL;
-    case TAKES_PATHS: return ((const paths *)(const void *)field)->n == 0;
-    default: return 0;
-    }
-}
-
-static void print_setting(const option *opt, const settings *set) {
-    const char *field = (const char *)set + opt->offset;
-    const int64_t *whole = (const int64_t *)(const void *)field;
-    if (is_boolean(opt)) fputs(*whole ? "true" : "false", stdout);
-    else switch (opt->kind) {
-    case TAKES_REAL: print_real(*(const double *)(const void *)field); break;
-    case TAKES_WORD: print_word(opt->value, *whole); break;
-    case TAKES_SAC:
-        if (*whole != SAC_BUDGET) print_word(opt->value, *whole);
-        else printf("\"budget=%lld\"", (long long)set->sac_budget_bytes);
-        break;
-    case TAKES_PATHS: print_paths((const paths *)(const void *)field); break;
-    case TAKES_PATH:
-    case TAKES_AUTO:
-    case TAKES_TEXT: {
-        const char *text = *(const char *const *)(const void *)field;
-        print_json_text(text, strlen(text));
-        break;
-    }
-    default: print_whole(*whole);
-    }
-}
-
-static void print_config(const settings *set) {
-    const char *before = "{";
-    int i;
-    for (i = 0; i < OPTION_COUNT; i++) {
-        if (stays_outside(&options[i]) || is_unset(&options[i], set)) continue;
-        printf("%s\n  \"%s\": ", before, options[i].name + 2);
-        print_setting(&options[i], set);
-        before = ",";
-    }
-    puts("\n}");
-}
-
 static void print_help(void) {
     int i, k;
     puts("usage: train_llama --data FILE... [flags]\n"
          "       train_llama --device meta [flags]\n\n"
-         "Trains a Llama-family model on the bytes of files. Every rank is a thread.\n");
+         "Trains a Llama-family model on bytes, tokens or examples. Ranks are threads, or, under\n"
+         "torchrun, mpirun or srun, processes.\n");
     for (i = 0; i < OPTION_COUNT; i++) {
         const char *line = options[i].help;
         printf("%s %s\n", options[i].name, options[i].value);
@@ -962,12 +977,22 @@ static double now_s(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-static const char *thousands(int64_t value, char *text);
-
 static double wall_time(void) { /* seconds since 1970 */
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* Decimal digits in threes; text[32] holds any int64_t. */
+static const char *thousands(int64_t value, char *text) {
+    char digits[24];
+    int n = snprintf(digits, sizeof digits, "%lld", (long long)value), i, at = 0;
+    for (i = 0; i < n; i++) {
+        if (i > 0 && (n - i) % 3 == 0 && digits[i - 1] != '-') text[at++] = ',';
+        text[at++] = digits[i];
+    }
+    text[at] = '\0';
+    return text;
 }
 
 static double mib(size_t bytes) { return (double)bytes / (1024.0 * 1024.0); }
@@ -978,7 +1003,7 @@ static int64_t tokens_of_step(const settings *set) {
     return set->dp * set->micro_batch_size * set->micro_batches * set->seq_len;
 }
 
-/* ------------------------------------------------------------------------------------- training */
+/* --------------------------------------------------------------------------- model and pipeline */
 
 static ft_zero_config zero_config(const settings *set) {
     ft_zero_config config = ft_zero_config_default();
@@ -1098,6 +1123,8 @@ static ft_status pipeline_create(trainer *t) {
     return ft_pp_create(t->ctx, &t->mesh, &config, &t->eval_pipeline);
 }
 
+/* ---------------------------------------------------------------------------- stopping in order */
+
 /* The signal that asks for the end; the next one of either kind is deadly. */
 static volatile sig_atomic_t stop_signal;
 
@@ -1156,6 +1183,8 @@ static ft_status stop_answer(trainer *t, int *stop) {
     *stop = after >= 0 && t->step >= after;
     return FT_OK;
 }
+
+/* --------------------------------------------------------------------------------------- a step */
 
 static ft_status trainer_create(trainer *t) {
     const settings *set = t->work->set;
@@ -1247,6 +1276,8 @@ static ft_status evaluate(trainer *t, double *loss) {
     return FT_OK;
 }
 
+/* ----------------------------------------------------------------------------- what a step says */
+
 static void print_bar(const job *work, int64_t step) {
     enum { WIDTH = 20 };
     int done = (int)(step * WIDTH / work->steps);
@@ -1277,8 +1308,8 @@ static int64_t samples_after(const trainer *t, int64_t steps) {
 }
 
 /* A row of the log, and the same figures as an event each. */
-static ft_status log_step(job *work, const trainer *t, int64_t step, double lr, double seconds, double rate,
-                          size_t peak_bytes) {
+static ft_status log_step(job *work, const trainer *t, int64_t step, double lr, double seconds,
+                          double rate, size_t peak_bytes) {
     double wall = wall_time(), mfu = utilisation(work, seconds);
     ft_io_log *log = work->log;
     ft_io_tb *tb = work->tb;
@@ -1452,9 +1483,10 @@ static ft_status resume_data(trainer *t, const ft_io_manifest *m) {
         return ft_error(FT_ERR_DATA, "%s: sampler.data_hash is missing, or no hexadecimal number",
                         m->where);
     if (seed != t->work->set->seed)
-        return ft_error(FT_ERR_ARG, "%s: random.seed was %lld, here it is %lld: with another --seed "
-                        "the data would have another order, and the run not be the same", m->where,
-                        (long long)seed, (long long)t->work->set->seed);
+        return ft_error(FT_ERR_ARG, "%s: random.seed was %lld, here it is %lld: with another "
+                        "--seed the data would have another order, and the run not be the same; "
+                        "give --seed %lld", m->where, (long long)seed,
+                        (long long)t->work->set->seed, (long long)seed);
     was.seed = (uint64_t)seed;
     t->first_samples = was.samples;
     t->first_step = m->step;
@@ -1568,7 +1600,7 @@ static ft_status train(trainer *t) {
             FT_TRY(checkpoint_save(t, step + 1));
         if (!stop) FT_TRY(maybe_evaluate(t, step + 1));
     }
-    if (ft_rank(t->ctx) != 0 && ft_env_rank() < 0) return FT_OK; /* a process has a job of its own */
+    if (ft_rank(t->ctx) != 0 && ft_env_rank() < 0) return FT_OK; /* a process has its own job */
     work->seconds = now_s() - begin;
     work->first_step = t->first_step;
     work->steps_done = step;
@@ -1806,18 +1838,6 @@ static ft_status launch(job *work, ft_device device) {
 
 /* --------------------------------------------------------------------------------------- tables */
 
-/* Decimal digits in threes; text[32] holds any int64_t. */
-static const char *thousands(int64_t value, char *text) {
-    char digits[24];
-    int n = snprintf(digits, sizeof digits, "%lld", (long long)value), i, at = 0;
-    for (i = 0; i < n; i++) {
-        if (i > 0 && (n - i) % 3 == 0 && digits[i - 1] != '-') text[at++] = ',';
-        text[at++] = digits[i];
-    }
-    text[at] = '\0';
-    return text;
-}
-
 /* Columns a table of values[ranks][columns] needs for column c: 0 if it holds nothing but zeros. */
 static int column_width(int ranks, int columns, int c, const char *name, const int64_t *values) {
     char text[32];
@@ -1928,7 +1948,7 @@ static int planned_wrong(int ranks, const rank_result *plan, const rank_result *
     return wrong;
 }
 
-/* ----------------------------------------------------------------------------------------- main */
+/* ---------------------------------------------------------------------------------- the program */
 
 typedef struct program { /* what main() opens and must close */
     settings set;
@@ -2714,6 +2734,14 @@ static void print_stop(program *p, const job *work) {
     p->exit_status = 128 + number;
 }
 
+/* What is made of the weights when training is over, or was before. */
+static void print_products(const program *p, const job *work) {
+    if (p->set.export_dir)
+        printf("\nexported %s, %s\n", p->set.export_dir, p->set.export_dtype ? "bf16" : "fp32");
+    if (p->set.hash) printf("\nhash %016llx\n", (unsigned long long)work->hash);
+    if (p->set.sample) print_sample(work);
+}
+
 static ft_status train_for_real(program *p) {
     int ranks = rank_count(&p->set), wrong, r;
     int64_t steps;
@@ -2748,8 +2776,7 @@ static ft_status train_for_real(program *p) {
     if (steps <= 0) {
         printf("\nnothing to train: the checkpoint is at step %lld of %lld\n",
                (long long)work.first_step, (long long)p->set.steps);
-        if (p->set.hash) printf("\nhash %016llx\n", (unsigned long long)work.hash);
-        if (p->set.sample) print_sample(&work);
+        print_products(p, &work);
         return FT_OK;
     }
     printf("\ntrained %lld steps in %.1f s, %.0f tok/s: loss %.4f at first, %.4f at last (nats)\n",
@@ -2769,10 +2796,7 @@ static ft_status train_for_real(program *p) {
     else printf("  NOT as planned on %d of %d ranks: please report this\n", wrong, ranks);
     printf("\nbytes sent by each rank in %lld steps\n", (long long)steps);
     FT_TRY(print_traffic(ranks, p->run));
-    if (p->set.export_dir)
-        printf("\nexported %s, %s\n", p->set.export_dir, p->set.export_dtype ? "bf16" : "fp32");
-    if (p->set.hash) printf("\nhash %016llx\n", (unsigned long long)work.hash);
-    if (p->set.sample) print_sample(&work);
+    print_products(p, &work);
     return FT_OK;
 }
 
@@ -2852,7 +2876,7 @@ static ft_status write_report(const program *p, const char *settings_text) {
     return status;
 }
 
-/* How much of the last step's traffic nobody waited for. */
+/* How much of the last step's traffic beside compute nobody waited for. */
 static void print_overlap(const program *p) {
     double traffic = 0, under = 0;
     int r;
@@ -2863,8 +2887,9 @@ static void print_overlap(const program *p) {
         under += b;
     }
     if (traffic > 0)
-        printf("overlap: of %.2f ms a rank of gathers and reductions in the last step %.1f%% lie "
-               "under compute\n", 1e3 * traffic / rank_count(&p->set), 100 * under / traffic);
+        printf("overlap: of %.2f ms a rank of gathers, reductions and exchanges beside compute in "
+               "the last step %.1f%% lie under it\n", 1e3 * traffic / rank_count(&p->set),
+               100 * under / traffic);
 }
 
 static ft_status write_records(program *p) {
@@ -2938,6 +2963,8 @@ static ft_status close_program(program *p, ft_status status) {
     free_program(p);
     return status != FT_OK ? status : closed;
 }
+
+/* ----------------------------------------------------------------------------------------- main */
 
 /* glibc hands freed blocks of 128 KiB and more back to the kernel at once, and every step would
    fault the same pages in again: a fifth of the time of small models. */
