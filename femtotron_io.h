@@ -729,8 +729,8 @@ typedef struct ft_io_entry { /* a checkpoint of a directory */
 } ft_io_entry;
 
 FT_API ft_status ft_io_checkpoint_list(const char *dir, int64_t *n, ft_io_entry **entries);
-/* What looks like a checkpoint, the last written first; free *entries with FT_FREE, or
-   ft_io_checkpoint_list_free. A directory that is not there has none. */
+/* What looks like a checkpoint, the last written first; ft_io_checkpoint_list_free frees *entries. A
+   directory that is not there has none. */
 FT_API void ft_io_checkpoint_list_free(ft_io_entry *entries);
 /* NULL is allowed. */
 
@@ -755,6 +755,9 @@ typedef struct ft_io_checkpoint_config {
     double timeout_s;   /* rank 0 waits so long for a part that does not come; 0: 600 */
     int blocking;       /* 1: _commit writes, rather than a thread behind it */
 } ft_io_checkpoint_config;
+
+FT_API ft_io_checkpoint_config ft_io_checkpoint_config_default(void);
+/* All 0; dir, which must be set, is NULL. */
 
 typedef struct ft_io_checkpoint ft_io_checkpoint;
 
@@ -827,6 +830,8 @@ typedef struct ft_io_resume {
     void *user;
 } ft_io_resume;
 
+FT_API ft_io_resume ft_io_resume_default(void);
+/* All 0; dir or path must be set. */
 FT_API ft_status ft_io_llama_resume(ft_ctx *ctx, const ft_io_resume *from, ft_llama *model,
                                     const ft_llama_config *config, ft_zero *zero,
                                     ft_io_manifest **manifest);
@@ -6269,18 +6274,24 @@ struct ft_io_reader {
     unsigned char **checked;   /* [n_parts] a byte a block; NULL until it is read from */
 };
 
-FT_API void ft_io_reader_close(ft_io_reader *reader)
+/* Frees all of it but the manifest, which is returned. */
+static ft_io_manifest *ft__io_reader_leave(ft_io_reader *reader)
 {
-    if (reader == NULL) return;
-    for (int64_t i = 0; reader->file != NULL && i < reader->manifest->n_files; i++)
+    ft_io_manifest *m = reader->manifest;
+    for (int64_t i = 0; reader->file != NULL && i < m->n_files; i++)
         ft_io_safetensors_close(reader->file[i]);
-    for (int64_t i = 0; reader->checked != NULL && i < reader->manifest->n_parts; i++)
+    for (int64_t i = 0; reader->checked != NULL && i < m->n_parts; i++)
         FT_FREE(reader->checked[i]);
     FT_FREE((void *)reader->file);
     FT_FREE((void *)reader->checked);
     FT_FREE(reader->directory);
-    ft_io_manifest_free(reader->manifest);
     FT_FREE(reader);
+    return m;
+}
+
+FT_API void ft_io_reader_close(ft_io_reader *reader)
+{
+    if (reader != NULL) ft_io_manifest_free(ft__io_reader_leave(reader));
 }
 
 FT_API ft_status ft_io_reader_open(const char *directory, ft_io_reader **out)
@@ -6432,6 +6443,9 @@ FT_API ft_status ft_io_reader_read(ft_io_reader *r, const char *name, int ndim,
 {
     int64_t first, end, total = 1;
     const ft_io_manifest *m = r->manifest;
+    if (ndim < 1 || ndim > FT_IO_MAX_DIMS)
+        return ft_error(FT_ERR_ARG, "ft_io_reader_read: \"%s\": %d dimensions; 1 to %d are possible",
+                        ft__io_show(name).text, ndim, (int)FT_IO_MAX_DIMS);
     ft__io_parts_of(m, name, &first, &end);
     if (first == end)
         return ft_error(FT_ERR_DATA, "%s: has no array \"%s\"", m->where, ft__io_show(name).text);
@@ -6658,6 +6672,13 @@ static void ft__io_checkpoint_free(ft_io_checkpoint *c)
     FT_FREE(c->temporary);
     FT_FREE(c->dir);
     FT_FREE(c);
+}
+
+FT_API ft_io_checkpoint_config ft_io_checkpoint_config_default(void)
+{
+    ft_io_checkpoint_config config;
+    memset(&config, 0, sizeof config);
+    return config;
 }
 
 FT_API ft_status ft_io_checkpoint_create(ft_ctx *ctx, const ft_io_checkpoint_config *config,
@@ -7418,7 +7439,7 @@ static ft_status ft__io_llama_read_all(ft_io_reader *r, ft_llama *model, ft_zero
 }
 
 /* One checkpoint, local. */
-static ft_status ft__io_llama_load(const char *path, const ft_io_resume *from, ft_llama *model,
+static ft_status ft__io_llama_read(const char *path, const ft_io_resume *from, ft_llama *model,
                                    const ft_llama_config *config, ft_zero *zero,
                                    ft_io_manifest **manifest)
 {
@@ -7431,20 +7452,8 @@ static ft_status ft__io_llama_load(const char *path, const ft_io_resume *from, f
         status = ft__io_llama_check(r->manifest, config, model, zero, from->weights_only);
     if (status == FT_OK)
         status = ft__io_llama_read_all(r, model, zero, from->weights_only, buffer, room);
-    if (status == FT_OK) { /* the manifest outlives its reader's files */
-        for (int64_t i = 0; i < r->manifest->n_files; i++) {
-            ft_io_safetensors_close(r->file[i]);
-            r->file[i] = NULL;
-        }
-        for (int64_t i = 0; i < r->manifest->n_parts; i++) FT_FREE(r->checked[i]);
-        FT_FREE((void *)r->file);
-        FT_FREE((void *)r->checked);
-        FT_FREE(r->directory);
-        *manifest = r->manifest;
-        FT_FREE(r);
-    } else {
-        ft_io_reader_close(r);
-    }
+    if (status == FT_OK) *manifest = ft__io_reader_leave(r);
+    else ft_io_reader_close(r);
     FT_FREE(buffer);
     return status;
 }
@@ -7500,7 +7509,7 @@ static ft_status ft__io_try(ft_ctx *ctx, ft__io_votes *v, const char *path,
                             const ft_llama_config *config, ft_zero *zero,
                             ft_io_manifest **manifest, ft_status *worst, char message[512])
 {
-    const ft_status status = ft__io_llama_load(path, from, model, config, zero, manifest);
+    const ft_status status = ft__io_llama_read(path, from, model, config, zero, manifest);
     FT_TRY(ft__io_vote(ctx, v, status, worst, message));
     if (*worst == FT_OK) return ft_zero_state_commit(zero);
     ft_io_manifest_free(*manifest);
@@ -7542,6 +7551,13 @@ static ft_status ft__io_resume_any(ft_ctx *ctx, ft__io_votes *v, const ft_io_res
     if (n == 0) return FT_OK;
     return ft_error(FT_ERR_DATA, "%s: none of its %lld checkpoints can be loaded; the last that "
                     "was tried: %s", from->dir, (long long)n, message);
+}
+
+FT_API ft_io_resume ft_io_resume_default(void)
+{
+    ft_io_resume from;
+    memset(&from, 0, sizeof from);
+    return from;
 }
 
 FT_API ft_status ft_io_llama_resume(ft_ctx *ctx, const ft_io_resume *from, ft_llama *model,
@@ -9036,17 +9052,12 @@ static ft_status ft__io_out_collect(ft__io_out *o, const ft_llama_param *p)
     return FT_OK;
 }
 
-/* To nearest even; a NaN stays one. */
 static void ft__io_round_bf16(const float *values, int64_t n, void *bytes)
 {
     unsigned char *to = (unsigned char *)bytes;
     for (int64_t i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, &values[i], sizeof bits);
-        const uint32_t nan = (bits & 0x7fffffffu) > 0x7f800000u;
-        const uint32_t up = bits + 0x7fffu + (bits >> 16 & 1u);
-        const uint16_t short_bits = (uint16_t)((nan ? bits | 0x400000u : up) >> 16);
-        memcpy(to + 2 * i, &short_bits, sizeof short_bits);
+        const uint16_t rounded = ft_bf16_from_f32(values[i]);
+        memcpy(to + 2 * i, &rounded, sizeof rounded);
     }
 }
 

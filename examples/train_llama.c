@@ -1495,11 +1495,10 @@ static ft_status resume_data(trainer *t, const ft_io_manifest *m) {
 
 static ft_status checkpoint_resume(trainer *t) {
     const settings *set = t->work->set;
-    ft_io_resume from;
+    ft_io_resume from = ft_io_resume_default();
     ft_io_manifest *m;
     ft_status status = FT_OK;
     char text[32];
-    memset(&from, 0, sizeof from);
     from.dir = set->checkpoint_dir;
     if (strcmp(set->resume, "auto") != 0) from.path = set->resume;
     from.note = say_passed_over;
@@ -1519,8 +1518,7 @@ static ft_status checkpoint_resume(trainer *t) {
 
 static ft_status checkpoint_open(trainer *t) {
     const settings *set = t->work->set;
-    ft_io_checkpoint_config config;
-    memset(&config, 0, sizeof config);
+    ft_io_checkpoint_config config = ft_io_checkpoint_config_default();
     config.dir = set->checkpoint_dir;
     config.keep = (int)set->keep;
     if (config.dir) FT_TRY(ft_io_checkpoint_create(t->ctx, &config, &t->checkpoint));
