@@ -404,7 +404,9 @@ FT_API ft_io_export ft_io_export_default(void);
 FT_API ft_status ft_io_export_check(const char *directory);
 /* Whether an export may go there, to be asked before hours of training: FT_ERR_IO, naming what is
    in the way. It may where nothing is, or an empty directory; or one that holds nothing but the
-   files of an earlier export, which its femtotron_export.txt lists: that one is replaced. */
+   files of an earlier export, which its femtotron_export.txt lists: that one is replaced. Makes a
+   directory beside it and removes it again, to know that the system lets it: so a directory above
+   that is missing, cannot be written, or a mounted one are found. */
 FT_API ft_status ft_io_llama_export(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
                                     const char *directory, const ft_io_export *options);
 /* Writes a directory that AutoModelForCausalLM.from_pretrained loads: config.json; the fp32 masters
@@ -6545,13 +6547,21 @@ static ft_status ft__io_sync_path(const char *directory)
 }
 
 /* Deletes DIR/NAME, a directory of files. Its new name comes first: a checkpoint that is half
-   deleted must not be taken for one. */
+   deleted must not be taken for one. What is no directory has no checkpoint in it: of a link the
+   link goes, not what it points to. */
 static ft_status ft__io_remove(const char *dir, const char *name)
 {
     char gone[160];
+    struct stat info;
     snprintf(gone, sizeof gone, "%s%.140s", strncmp(name, ".old-", 5) == 0 ? "" : ".old-", name);
     char *from = ft__io_join(dir, name), *to = ft__io_join(dir, gone);
     ft_status status = from && to ? FT_OK : ft__io_oom(dir, strlen(dir) + 160);
+    if (status == FT_OK && lstat(from, &info) == 0 && !S_ISDIR(info.st_mode)) {
+        if (unlink(from) != 0) status = ft__io_refused(from, "delete");
+        FT_FREE(from);
+        FT_FREE(to);
+        return status;
+    }
     if (status == FT_OK && strcmp(from, to) != 0 && ft__io_rename(from, to) != 0)
         status = ft__io_refused(from, "rename it to delete it");
     DIR *open_dir = status == FT_OK ? opendir(to) : NULL;
@@ -6577,7 +6587,7 @@ static ft_status ft__io_restore(const char *dir, const char *name)
     snprintf(own, sizeof own, "%.*s", (int)(strstr(name, ".was-") - name), name);
     char *from = ft__io_join(dir, name), *to = ft__io_join(dir, own);
     ft_status status = from && to ? FT_OK : ft__io_oom(dir, strlen(dir) + 96);
-    if (status == FT_OK && lstat(to, &info) == 0) status = ft__io_remove(dir, name);
+    if (status == FT_OK && lstat(to, &info) == 0) (void)ft__io_remove(dir, name);
     else if (status == FT_OK && ft__io_rename(from, to) != 0)
         status = ft__io_refused(from, "rename");
     FT_FREE(from);
@@ -6585,28 +6595,45 @@ static ft_status ft__io_restore(const char *dir, const char *name)
     return status;
 }
 
-/* What dead runs have left. Only with the lock: then nobody else is writing here. */
+/* What a dead run has left under this name: 1 for what is to be deleted, 2 for what may get its
+   name back, 0 for all that no checkpoint is called. */
+static int ft__io_is_left(const char *name)
+{
+    char own[32];
+    int was, old = strncmp(name, ".old-", 5) == 0;
+    const char *bare = old ? name + 5 : name, *tmp = strstr(bare, ".tmp-");
+    if (strlen(name) >= 140 || (tmp != NULL && (size_t)(tmp - bare) >= sizeof own)) return 0;
+    if (tmp == NULL) snprintf(own, sizeof own, "step-0");
+    else snprintf(own, sizeof own, "%.*s", (int)(tmp - bare), bare);
+    if (ft__io_step_of(tmp != NULL ? own : bare, &was) < 0) return 0;
+    if (old || tmp != NULL) return 1;
+    return was ? 2 : 0;
+}
+
+/* What dead runs have left. Only with the lock: then nobody else is writing here. What cannot be
+   deleted, as a directory in which somebody has put another one, stays: it counts for nothing. */
 static ft_status ft__io_clean(const char *dir)
 {
     ft_status status = FT_OK;
-    for (int again = 1; again && status == FT_OK;) { /* names change: the list begins anew */
-        DIR *open_dir = opendir(dir);
-        if (open_dir == NULL) return ft__io_refused(dir, "list");
-        again = 0;
-        for (struct dirent *d; !again && status == FT_OK && (d = readdir(open_dir)) != NULL;) {
-            int was;
-            char name[160];
-            const char *tmp = strstr(d->d_name, ".tmp-");
-            if (strlen(d->d_name) >= 140) continue;
-            snprintf(name, sizeof name, "%.140s", d->d_name);
-            again = 1;
-            if (strncmp(name, ".old-step-", 10) == 0 ||
-                (strncmp(name, "step-", 5) == 0 && tmp != NULL)) status = ft__io_remove(dir, name);
-            else if (ft__io_step_of(name, &was) >= 0 && was) status = ft__io_restore(dir, name);
-            else again = 0;
+    char (*names)[160] = NULL; /* first the list: names change under way */
+    size_t n = 0, room = 0;
+    DIR *open_dir = opendir(dir);
+    if (open_dir == NULL) return ft__io_refused(dir, "list");
+    for (struct dirent *d; status == FT_OK && (d = readdir(open_dir)) != NULL;) {
+        if (!ft__io_is_left(d->d_name)) continue;
+        void *grown = ft__io_grow(names, n, &room, sizeof *names);
+        if (grown == NULL) status = ft__io_oom(dir, 2 * n * sizeof *names);
+        else {
+            names = (char (*)[160])grown;
+            snprintf(names[n++], sizeof *names, "%.150s", d->d_name);
         }
-        closedir(open_dir);
     }
+    closedir(open_dir);
+    for (size_t i = 0; i < n && status == FT_OK; i++) {
+        if (ft__io_is_left(names[i]) == 2) status = ft__io_restore(dir, names[i]);
+        else (void)ft__io_remove(dir, names[i]);
+    }
+    FT_FREE(names);
     return status;
 }
 
@@ -8933,6 +8960,50 @@ static ft_status ft__io_export_entries(const char *directory, DIR *entries, cons
     return FT_OK;
 }
 
+/* BARE + what, with the first N that is free; a directory, if `make`. To be freed. */
+static ft_status ft__io_out_beside(const char *bare, const char *what, int make, char **out)
+{
+    const size_t room = strlen(bare) + 64;
+    char *name = (char *)FT_MALLOC(room);
+    struct stat info;
+    int done = 0;
+    if (name == NULL) return ft__io_oom(bare, room);
+    errno = EEXIST;
+    for (int i = 0; !done && errno == EEXIST && i < 10000; i++) {
+        snprintf(name, room, "%s.%s-%ld-%d", bare, what, (long)getpid(), i);
+        if (make) done = ft__io_mkdir(name) == 0;
+        else if (!(done = stat(name, &info) != 0 && errno == ENOENT)) errno = EEXIST;
+    }
+    *out = name;
+    if (done) return FT_OK;
+    const ft_status status = ft_error(FT_ERR_IO, "%s: cannot create a directory beside it: %s",
+                                      bare, strerror(errno));
+    FT_FREE(name);
+    *out = NULL;
+    return status;
+}
+
+/* The last two steps of an export, tried with an empty directory: one beside it, and its place. A
+   mounted directory can be written into, but not replaced. */
+static ft_status ft__io_export_place(const char *bare, int replaced)
+{
+    struct stat info, here;
+    char *probe = NULL;
+    FT_TRY(ft__io_out_beside(bare, "tmp", 1, &probe));
+    ft_status status = FT_OK;
+    int mounted = 0;
+    if (lstat(bare, &info) == 0 && S_ISDIR(info.st_mode)) {
+        mounted = lstat(probe, &here) == 0 && here.st_dev != info.st_dev;
+        if (!mounted && !replaced) mounted = ft__io_rename(probe, bare) != 0 && errno == EBUSY;
+    }
+    if (mounted)
+        status = ft_error(FT_ERR_IO, "%s: is where a file system is mounted, and cannot be "
+                          "replaced: export to a directory inside it", bare);
+    (void)rmdir(probe); /* not there any more where it was renamed */
+    FT_FREE(probe);
+    return status;
+}
+
 FT_API ft_status ft_io_export_check(const char *directory)
 {
     char *bare = NULL, *list = NULL;
@@ -8951,6 +9022,7 @@ FT_API ft_status ft_io_export_check(const char *directory)
     } else if (errno != ENOENT) {
         status = ft_error(FT_ERR_IO, "%s: cannot be written: %s", bare, strerror(errno));
     }
+    if (status == FT_OK) status = ft__io_export_place(bare, list != NULL);
     FT_FREE(list);
     FT_FREE(bare);
     return status;
@@ -9247,29 +9319,6 @@ static void ft__io_out_remove(const char *directory, int listed)
     if (entries != NULL) closedir(entries);
     if (rmdir(directory) != 0 && errno == ENOTDIR) unlink(directory); /* a link to one */
     FT_FREE(list);
-}
-
-/* BARE + what, with the first N that is free; a directory, if `make`. To be freed. */
-static ft_status ft__io_out_beside(const char *bare, const char *what, int make, char **out)
-{
-    const size_t room = strlen(bare) + 64;
-    char *name = (char *)FT_MALLOC(room);
-    struct stat info;
-    int done = 0;
-    if (name == NULL) return ft__io_oom(bare, room);
-    errno = EEXIST;
-    for (int i = 0; !done && errno == EEXIST && i < 10000; i++) {
-        snprintf(name, room, "%s.%s-%ld-%d", bare, what, (long)getpid(), i);
-        if (make) done = ft__io_mkdir(name) == 0;
-        else if (!(done = stat(name, &info) != 0 && errno == ENOENT)) errno = EEXIST;
-    }
-    *out = name;
-    if (done) return FT_OK;
-    const ft_status status = ft_error(FT_ERR_IO, "%s: cannot create a directory beside it: %s",
-                                      bare, strerror(errno));
-    FT_FREE(name);
-    *out = NULL;
-    return status;
 }
 
 /* temporary -> bare. rename() puts it over an empty directory; another one is moved away first, and

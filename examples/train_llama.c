@@ -1772,6 +1772,9 @@ static ft_status export_model(trainer *t) {
 static ft_status train_from_checkpoint(trainer *t) {
     FT_TRY(checkpoint_open(t));
     FT_TRY(log_resume(t));
+    /* Once more: log, events and checkpoints are there now, and may lie where the export goes. */
+    if (t->work->sampler && t->work->set->export_dir && ft_rank(t->ctx) == 0)
+        FT_TRY(ft_io_export_check(t->work->set->export_dir));
     count_traffic(t, -1);
     FT_TRY(train(t));
     if (t->work->set->resume) { /* without a step left, the set-up ends here */
@@ -2196,7 +2199,7 @@ static ft_status check_layout(program *p) {
                        p->model.intermediate, set->micro_batch_size, set->seq_len);
 }
 
-/* An output must not be one of the inputs, which are mapped. */
+/* An output must not be one of the inputs: data are mapped, settings are wanted again. */
 static ft_status check_output(const program *p, const char *path) {
     const ft_io_data *inputs[2];
     struct stat out, in;
@@ -2205,6 +2208,12 @@ static ft_status check_output(const program *p, const char *path) {
     inputs[0] = p->data;
     inputs[1] = p->eval_data;
     if (!path || stat(path, &out) != 0) return FT_OK; /* none, or a new file */
+    for (k = 0; k < 2; k++) {
+        file = k ? p->set.gemm_table : p->set.config_path;
+        if (file && stat(file, &in) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
+            return ft_error(FT_ERR_ARG, "%s would be written over %s %s", path,
+                            k ? "--gemm-tune" : "--config", file);
+    }
     for (k = 0; k < 2; k++)
         for (i = 0; (file = ft_io_data_file(inputs[k], i)) != NULL; i++)
             if (stat(file, &in) == 0 && in.st_dev == out.st_dev && in.st_ino == out.st_ino)
@@ -2728,7 +2737,8 @@ static void print_stop(program *p, const job *work) {
         printf("--resume auto continues from %s\n", work->saved);
         return;
     }
-    printf("without --checkpoint-dir nothing was saved\n");
+    if (p->set.export_dir) printf("without --checkpoint-dir it cannot be continued\n");
+    else printf("without --checkpoint-dir nothing was saved\n");
     p->exit_status = 128 + number;
 }
 

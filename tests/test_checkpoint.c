@@ -699,6 +699,42 @@ static void the_last_written_are_kept_and_found(void **state)
     assert_non_null(strstr(s.report.path, "a/step-00000006"));
 }
 
+/* A name of ours that is no directory of ours, and a checkpoint into which somebody has put a
+   directory: neither stops a run, now or the next time, and what links lead to stays. */
+static void what_others_put_there_stops_no_run(void **state)
+{
+    (void)state;
+    struct stat info;
+    char dir[400]; /* names of place() do not last */
+    snprintf(dir, sizeof dir, "%s", place("a"));
+    store s = make_store(dir, 1, 3);
+    s.keep = 2;
+    assert_int_equal(mkdir(place("a"), 0777) | mkdir(place("b"), 0777), 0);
+    write_all(place("b/theirs"), "x", 1);
+    assert_int_equal(symlink(place("b"), place("a/step-00000001")), 0);
+    assert_int_equal(symlink(place("b"), place("a/.old-step-00000009")), 0);
+    assert_int_equal(symlink(place("b"), place("a/step-00000009.tmp-0123456789abcdef")), 0);
+    write_all(place("a/step-00000002"), "x", 1);
+    write_all(place("a/.old-step-00000007"), "x", 1);
+    assert_int_equal(mkdir(place("a/step-notes.tmp-1"), 0777), 0); /* theirs, by its name */
+    write_all(place("a/step-notes.tmp-1/theirs"), "x", 1);
+    assert_int_equal(launch_store(&s), FT_OK);
+    assert_string_equal(s.report.warning, "");
+    assert_int_equal(count_names(s.dir, "step-0") + count_names(s.dir, ".old"), 2);
+    assert_int_equal(stat(place("b/theirs"), &info), 0);
+    assert_int_equal(stat(place("a/step-notes.tmp-1/theirs"), &info), 0);
+
+    assert_int_equal(mkdir(place("a/step-00000003/model"), 0777), 0);
+    write_all(place("a/step-00000003/model/theirs"), "x", 1);
+    s.first = 4;
+    s.saves = 2;
+    for (int run = 0; run < 2; run++) {
+        assert_int_equal(launch_store(&s), FT_OK);
+        assert_int_equal(last_step(s.dir), 5);
+        assert_int_equal(stat(place("a/.old-step-00000003/model/theirs"), &info), 0);
+    }
+}
+
 /* ----------------------------------------------------------------------------------- manifests */
 
 #define HEX "\"0123456789abcdef\""
@@ -1047,6 +1083,7 @@ int main(void)
         cmocka_unit_test_setup(a_part_that_does_not_come_is_named, setup),
         cmocka_unit_test_setup(two_runs_in_one_directory_are_refused, setup),
         cmocka_unit_test_setup(the_last_written_are_kept_and_found, setup),
+        cmocka_unit_test_setup(what_others_put_there_stops_no_run, setup),
         cmocka_unit_test_setup(manifests_that_cannot_be_are_refused, setup),
         cmocka_unit_test_setup(runs_meet_as_their_elements_do, setup),
         cmocka_unit_test_setup(a_changed_byte_is_found, setup),

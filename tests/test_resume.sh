@@ -203,6 +203,37 @@ wave="--steps 400 --lr-schedule cosine --warmup 5 --lr-floor 0.0001"
     fi
 }
 
+# ------------------------------------------------------------- an export that could not be written
+
+# early WORDS ARGUMENTS...: an export that would be refused in the end is refused before the first
+# step.
+early() {
+    refuse "$@" --steps 3
+    if grep -q "^step 1/" "$dir/out"; then fail "before it trains" "trained first"; fi
+}
+
+# shellcheck disable=SC2086
+{
+    early "cannot create a directory beside it" $small --export "$dir/no/such/place"
+    early "is not empty (it has ck)" $small --export "$dir/e1" --checkpoint-dir "$dir/e1/ck"
+    early "is not empty" $small --export "$dir/e2" --checkpoint-dir "$dir/e2"
+    early "is not empty (it has events" $small --export "$dir/e3" --tensorboard "$dir/e3"
+    early "is a file" $small --export "$dir/e4" --log "$dir/e4"
+    mkdir "$dir/e5"
+    early "is not empty (it has log)" $small --export "$dir/e5" --log "$dir/e5/log"
+    if [ "$(id -u)" = 0 ] && mkdir "$dir/e6" && mount --bind "$dir/e6" "$dir/e6" 2>/dev/null; then
+        early "file system is mounted" $small --export "$dir/e6"
+        umount "$dir/e6"
+    fi
+    mkdir "$dir/e7"
+    if run $small --steps 2 --export "$dir/e7" --checkpoint-dir "$dir/e7ck" &&
+        run $small --steps 2 --export "$dir/e7" --checkpoint-dir "$dir/e7ck" --resume &&
+        grep -q "^nothing to train" "$dir/out" && grep -q "^exported $dir/e7, fp32" "$dir/out" &&
+        [ "$(ls -d "$dir"/e7.* 2>/dev/null)" = "" ]; then pass "an export of a run that is over"
+    else fail "an export of a run that is over" "$(ls -d "$dir"/e7*)"
+    fi
+}
+
 # --------------------------------------------------------------------------------------- signals
 
 # stopped SIGNAL STATUS ARGUMENTS...: sends it in the middle of a long run.

@@ -274,6 +274,11 @@ EOF
     write '{"steps": 2, "hidden": 32, "layers": 2, "seq-len": 32, "data": ["'"$dir/data.txt"'"]}'
     if run --config "$config" && grep -q '^step 2/2 ' "$dir/out"; then pass "a file alone trains"
     else fail "a file alone trains" "it does not"; fi
+    cp "$config" "$dir/before.json"
+    refuse "would be written over --config" --config "$config" --log "$config"
+    refuse "would be written over --config" --config "$config" --memory-json "$dir/./config.json"
+    if cmp -s "$config" "$dir/before.json"; then pass "the file of settings stays as it was"
+    else fail "the file of settings stays as it was" "it changed"; fi
 else
     echo "skip options in a file: $trainer was built without cJSON"
 fi
