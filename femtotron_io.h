@@ -8122,6 +8122,13 @@ static size_t ft__io_point_sum(const ft_io_point *p)
 
 enum { FT__IO_PROGRAM = 0 }; /* a thread of the trace; stream k is thread 1 + k */
 
+/* Microseconds, to the nanosecond: a float's digits would not tell kernels apart after an hour. */
+static void ft__io_trace_time(ft_io_json *json, const char *key, double time_s)
+{
+    ft_io_json_key(json, key);
+    ft_io_json_double(json, floor(time_s * 1e9 + 0.5) / 1e3);
+}
+
 static void ft__io_trace_begin(ft_io_json *json, const char *name, const char *phase, int rank,
                                int thread, double time_s)
 {
@@ -8134,8 +8141,7 @@ static void ft__io_trace_begin(ft_io_json *json, const char *name, const char *p
     ft_io_json_int(json, rank);
     ft_io_json_key(json, "tid");
     ft_io_json_int(json, thread);
-    ft_io_json_key(json, "ts");
-    ft_io_json_float(json, time_s * 1e6);
+    ft__io_trace_time(json, "ts", time_s);
 }
 
 static void ft__io_trace_spans(ft_io_json *json, const ft_io_record *r)
@@ -8143,8 +8149,7 @@ static void ft__io_trace_spans(ft_io_json *json, const ft_io_record *r)
     for (int64_t i = 0; i < r->n_spans; i++) {
         const ft_span *span = &r->spans[i];
         ft__io_trace_begin(json, span->name, "X", r->rank, FT__IO_PROGRAM, span->begin_s);
-        ft_io_json_key(json, "dur");
-        ft_io_json_float(json, (span->end_s - span->begin_s) * 1e6);
+        ft__io_trace_time(json, "dur", span->end_s - span->begin_s);
         ft_io_json_key(json, "args");
         ft_io_json_begin_object(json);
         if (span->micro_batch >= 0) {
@@ -8163,8 +8168,7 @@ static void ft__io_trace_works(ft_io_json *json, const ft_io_record *r)
     for (int64_t i = 0; i < r->n_works; i++) {
         const ft_work *w = &r->works[i];
         ft__io_trace_begin(json, w->name, "X", r->rank, 1 + (int)w->stream, w->begin_s);
-        ft_io_json_key(json, "dur");
-        ft_io_json_float(json, (w->end_s - w->begin_s) * 1e6);
+        ft__io_trace_time(json, "dur", w->end_s - w->begin_s);
         ft_io_json_key(json, "args");
         ft_io_json_begin_object(json);
         if (w->group[0] || w->phase[0]) {
