@@ -731,8 +731,8 @@ typedef struct ft_io_entry { /* a checkpoint of a directory */
 } ft_io_entry;
 
 FT_API ft_status ft_io_checkpoint_list(const char *dir, int64_t *n, ft_io_entry **entries);
-/* What looks like a checkpoint, the last written first; ft_io_checkpoint_list_free frees *entries. A
-   directory that is not there has none. */
+/* What looks like a checkpoint, the last written first; ft_io_checkpoint_list_free frees *entries.
+   A directory that is not there has none. */
 FT_API void ft_io_checkpoint_list_free(ft_io_entry *entries);
 /* NULL is allowed. */
 
@@ -6446,8 +6446,8 @@ FT_API ft_status ft_io_reader_read(ft_io_reader *r, const char *name, int ndim,
     int64_t first, end, total = 1;
     const ft_io_manifest *m = r->manifest;
     if (ndim < 1 || ndim > FT_IO_MAX_DIMS)
-        return ft_error(FT_ERR_ARG, "ft_io_reader_read: \"%s\": %d dimensions; 1 to %d are possible",
-                        ft__io_show(name).text, ndim, (int)FT_IO_MAX_DIMS);
+        return ft_error(FT_ERR_ARG, "ft_io_reader_read: \"%s\": %d dimensions; 1 to %d are "
+                        "possible", ft__io_show(name).text, ndim, (int)FT_IO_MAX_DIMS);
     ft__io_parts_of(m, name, &first, &end);
     if (first == end)
         return ft_error(FT_ERR_DATA, "%s: has no array \"%s\"", m->where, ft__io_show(name).text);
