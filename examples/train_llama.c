@@ -243,7 +243,8 @@ static const option options[] = {
     {"--eval-data", TAKES_PATHS, "FILE...", AT(eval_data), 0, 0, NULL,
      "files to validate on, of the same kind as --data"},
     {"--eval-every", TAKES_INT, "N", AT(eval_every), 0, 1000000000, "0",
-     "steps between validations; 0: only after the last step"},
+     "steps between validations; 0: only after the last step. --resume repeats the one that\n"
+     "was due at its checkpoint"},
     {"--hidden", TAKES_INT, "C", AT(hidden), 1, MANY, "128", "width of the model"},
     {"--layers", TAKES_INT, "L", AT(layers), 1, 4096, "4", "decoder layers"},
     {"--heads", TAKES_INT, "H", AT(heads), 1, MANY, "4", "query heads"},
@@ -1377,11 +1378,15 @@ static ft_status report_eval(job *work, int64_t step, double loss) {
     return log_eval(work, step, loss);
 }
 
+static int evaluation_is_due(const job *work, int64_t step) {
+    int64_t every = work->set->eval_every;
+    return work->eval && (step >= work->steps || (every && step % every == 0));
+}
+
 static ft_status maybe_evaluate(trainer *t, int64_t step) {
     job *work = t->work;
-    int64_t every = work->set->eval_every;
     double loss;
-    if (!work->eval || (step != work->steps && (!every || step % every))) return FT_OK;
+    if (!evaluation_is_due(work, step)) return FT_OK;
     FT_TRY(evaluate(t, &loss));
     if (!work->sampler || ft_rank(t->ctx) != 0) return FT_OK;
     return report_eval(work, step, loss);
@@ -1539,7 +1544,9 @@ static ft_status checkpoint_open(trainer *t) { return (void)t, FT_OK; }
 static ft_status checkpoint_close(trainer *t, ft_status status) { return (void)t, status; }
 #endif
 
-/* Rows of steps that will be run again are cut off the log, and a row that was not finished. */
+/* Rows of steps that will be run again are cut off the log, and a row that was not finished. So is
+   the validation of the step that the checkpoint is of, which comes after it is saved, and may not
+   have come: train() repeats it. */
 static ft_status log_resume(trainer *t) {
     const char *path = t->work->set->log_path;
     char *row = NULL;
@@ -1551,7 +1558,10 @@ static ft_status log_resume(trainer *t) {
     file = fopen(path, "r");
     while (file && (n = getline(&row, &room, file)) > 0 && row[n - 1] == '\n') {
         long long step = 0;
-        if (sscanf(row, "{\"step\":%lld", &step) == 1 && step > t->first_step) break;
+        if (sscanf(row, "{\"step\":%lld", &step) == 1 &&
+            (step > t->first_step ||
+             (step == t->first_step && step > 0 && evaluation_is_due(t->work, step) &&
+              strstr(row, "\"eval_loss\":")))) break;
         keep += (long)n;
     }
     free(row);
@@ -1571,6 +1581,7 @@ static ft_status train(trainer *t) {
     int64_t step, every = work->set->checkpoint_every;
     int stop = 0;
     if (ft_rank(t->ctx) == 0) work->begin = begin;
+    if (t->first_step > 0) FT_TRY(maybe_evaluate(t, t->first_step)); /* see log_resume() */
     for (step = t->first_step; step < work->steps && !stop; step++) {
         double lr = ft_lr_at(&schedule, step), step_begin = now_s();
         ft_zero_report report;

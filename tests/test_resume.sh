@@ -78,6 +78,8 @@ value() { sed -n "s/^$1 //p" "$dir/out"; }
 # Rows of two logs: what a step computed, without its times.
 rows() { sed 's/,"tokens_per_s".*//' "$1"; }
 
+drop_last() { sed '$d' "$1" >"$dir/rest" && mv "$dir/rest" "$1"; }
+
 # wait_for PATH: until it is there, for at most 20 s.
 wait_for() {
     tries=0
@@ -172,6 +174,32 @@ wave="--steps 400 --lr-schedule cosine --warmup 5 --lr-floor 0.0001"
         --resume
     refuse "had data of" $shape --layers 2 --data "$dir/data.txt" "$dir/data.txt" \
         --steps 20 --resume "$ck/step-00000012"
+}
+
+# ---------------------------------------------------------------------------------- validation
+
+# shellcheck disable=SC2086
+{
+    # The validation of step 4 comes after its checkpoint: whether or not it has come, it is there
+    # once. The same of the last step.
+    rm -rf "$ck" "$dir"/*.jsonl
+    valid="$small --dp 2 --zero-stage 3 --allocator arena --eval-data $dir/data.txt --eval-every 2"
+    run $valid --steps 6 --log "$dir/whole.jsonl"
+    for left in all but-the-last; do
+        rm -rf "$ck"
+        run $valid --steps 4 --checkpoint-dir "$ck" --log "$dir/part.jsonl"
+        [ $left = all ] || drop_last "$dir/part.jsonl"
+        run $valid --steps 6 --checkpoint-dir "$ck" --resume --log "$dir/part.jsonl"
+        equal=$(grep -c "equal to the plan" "$dir/out")
+        [ $left = all ] || drop_last "$dir/part.jsonl"
+        run $valid --steps 6 --checkpoint-dir "$ck" --resume --log "$dir/part.jsonl"
+        for log in whole part; do rows "$dir/$log.jsonl" | sed 's/,"elapsed_s".*//'; done |
+            sort | uniq -c >"$dir/rows"
+        if [ "$equal" = 1 ] && [ "$(wc -l <"$dir/rows")" = 9 ] &&
+            ! grep -qv "^ *2 " "$dir/rows"; then pass "validations of a resumed run, $left there"
+        else fail "validations of a resumed run, $left there" "$(grep -v '^ *2 ' "$dir/rows")"
+        fi
+    done
 }
 
 # ---------------------------------------------------------------------------- damage, a full disk
