@@ -26,10 +26,11 @@
      without a library; a config.json, a model's index and a checkpoint's manifest need cJSON.
 
    CONTENTS  (find a part by searching for its mark)
-     Declarations                                    Implementation
-       >>dtypes       element types of files           >>dtypes.impl
-       >>safetensors  read and write tensor files      >>files.impl, >>utf8.impl, >>header.impl,
-                                                       >>safetensors.impl, >>writer.impl
+     Declarations (>>json is before >>log)           Implementation, in this order
+       >>dtypes       element types of files           >>dtypes.impl, >>files.impl, >>utf8.impl
+       >>json         an emitter for nested JSON       >>json.impl
+       >>safetensors  read and write tensor files      >>header.impl, >>safetensors.impl,
+                                                       >>writer.impl
        >>hf           config.json of Hugging Face      >>hf.impl
        >>model        a model's directory              >>model.impl
        >>hf llama     it, into a Llama and out again   >>hf llama.impl
@@ -39,7 +40,6 @@
        >>eval         which ones an evaluation sees    >>eval.impl
        >>checkpoint   training state that survives     >>manifest.impl, >>reader.impl,
                                                        >>checkpoint.impl, >>resume.impl
-       >>json         an emitter for nested JSON       >>json.impl
        >>log          metrics as JSON lines            >>log.impl
        >>tensorboard  metrics for TensorBoard          >>tensorboard.impl
        >>record       what a rank did in a step        >>record.impl
@@ -3949,6 +3949,745 @@ FT_API const ft_io_tensor *ft_io_model_find(const ft_io_model *model, const char
 }
 
 #endif /* FT_CJSON */
+
+/* ----------------------------------------------------------------------------- >>hf llama.impl */
+
+#ifdef FEMTOTRON_LLAMA_H
+
+#include <dirent.h>
+
+FT_API ft_status ft_io_llama_config(const ft_io_hf_config *config, const char *where,
+                                    int64_t tokens, ft_llama_config *model)
+{
+    if (config == NULL || where == NULL || model == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_config: config, where and model must not be NULL");
+    FT_TRY(ft_io_hf_config_check_length(config, where, tokens));
+    *model = ft_llama_config_default();
+    model->vocab = config->vocab;
+    model->hidden = config->hidden;
+    model->layers = config->layers;
+    model->heads = config->heads;
+    model->kv_heads = config->kv_heads;
+    model->head_dim = config->head_dim;
+    model->intermediate = config->intermediate;
+    model->tie_embeddings = config->tie_embeddings;
+    model->qkv_bias = config->qkv_bias;
+    model->o_bias = config->o_bias;
+    model->mlp_bias = config->mlp_bias;
+    model->qk_norm = config->qk_norm;
+    model->norm_eps = config->norm_eps;
+    model->rope_theta = config->rope_theta;
+    model->rope_scaling = config->rope_scaling;
+    if (config->init_std > 0) model->init_std = config->init_std;
+    return ft_llama_check(model);
+}
+
+FT_API ft_status ft_io_llama_hf_config(const ft_llama_config *model, const ft_io_hf_config *like,
+                                       ft_io_hf_config *config)
+{
+    int family = FT__IO_LLAMA;
+    ft_llama_config checked;
+    if (model == NULL || config == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_hf_config: model and config must not be NULL");
+    checked = *model;
+    FT_TRY(ft_llama_check(&checked));
+    model = &checked; /* without zeros that stand for defaults */
+    *config = like != NULL ? *like : ft_io_hf_config_default();
+    config->vocab = model->vocab;
+    config->hidden = model->hidden;
+    config->layers = model->layers;
+    config->heads = model->heads;
+    config->kv_heads = model->kv_heads;
+    config->head_dim = model->head_dim;
+    config->intermediate = model->intermediate;
+    config->tie_embeddings = model->tie_embeddings != 0;
+    config->qkv_bias = model->qkv_bias != 0;
+    config->o_bias = model->o_bias != 0;
+    config->mlp_bias = model->mlp_bias != 0;
+    config->qk_norm = model->qk_norm != 0;
+    config->norm_eps = model->norm_eps;
+    config->rope_theta = model->rope_theta;
+    config->rope_scaling = model->rope_scaling;
+    if (config->full_layers >= config->layers) config->sliding_window = config->full_layers = 0;
+    if (like == NULL) {
+        if (model->init_std > 0) config->init_std = model->init_std;
+        while (family < FT__IO_FAMILIES && ft__io_hf_unsayable(config, family) != NULL) family++;
+        if (family < FT__IO_FAMILIES)
+            snprintf(config->model_type, sizeof config->model_type, "%s",
+                     ft__io_family_types[family]);
+    }
+    return ft__io_hf_check(config, "the model", &family);
+}
+
+/* ---- in ---- */
+
+#ifdef FT_CJSON
+
+#define FT__IO_FLOATS ((int64_t)1 << 18) /* of a piece, 1 MiB of them */
+
+typedef struct ft__io_in {
+    ft_zero *zero;
+    ft__io_reader reader;
+    float *values;           /* [FT__IO_FLOATS] */
+    const ft__io_weight *w;
+    ft_tensor *tensor;
+    int64_t at;              /* where values[0] belongs in `tensor` */
+    int64_t n;
+} ft__io_in;
+
+static ft_status ft__io_in_flush(ft__io_in *l)
+{
+    if (l->n > 0) FT_TRY(ft_zero_state_write(l->zero, l->tensor, 0, l->at, l->n, l->values));
+    l->at += l->n;
+    l->n = 0;
+    return FT_OK;
+}
+
+/* Elements first..first+n-1 of the file's tensor, to the end of the values. */
+static ft_status ft__io_in_run(ft__io_in *l, int64_t first, int64_t n)
+{
+    const ft_io_dtype dtype = l->w->tensor->dtype;
+    const size_t wide = (size_t)ft_io_dtype_bits(dtype) / 8;
+    const int64_t most = (int64_t)(FT__IO_PIECE / wide);
+    for (int64_t k; n > 0; first += k, n -= k) {
+        if (l->n == FT__IO_FLOATS) FT_TRY(ft__io_in_flush(l));
+        k = FT__IO_FLOATS - l->n < n ? FT__IO_FLOATS - l->n : n;
+        if (k > most) k = most;
+        void *to = dtype == FT_IO_F32 ? (void *)(l->values + l->n) : (void *)l->reader.bytes;
+        FT_TRY(ft__io_reader_read(&l->reader, l->w, (size_t)first * wide, (size_t)k * wide, to));
+        if (dtype != FT_IO_F32) ft__io_floats(dtype, to, k, l->values + l->n);
+        l->n += k;
+    }
+    return FT_OK;
+}
+
+/* Runs of a few KiB, as columns are cut: as many as fit come in one read, gaps and all. A gap of
+   16 KiB costs about what a call costs. */
+static ft_status ft__io_in_strided(ft__io_in *l, const ft_llama_run *run)
+{
+    const ft_io_dtype dtype = l->w->tensor->dtype;
+    const int64_t wide = ft_io_dtype_bits(dtype) / 8, piece = (int64_t)FT__IO_PIECE;
+    int64_t together = 1 + (piece - run->n * wide) / (run->stride * wide);
+    if ((run->stride - run->n) * wide > 16384 || run->n * wide > piece) together = 1;
+    for (int64_t i = 0, k; i < run->count; i += k) {
+        const int64_t first = run->first + i * run->stride;
+        k = run->count - i < together ? run->count - i : together;
+        if (k == 1 || run->n > FT__IO_FLOATS) {
+            k = 1;
+            FT_TRY(ft__io_in_run(l, first, run->n));
+            continue;
+        }
+        FT_TRY(ft__io_reader_read(&l->reader, l->w, (size_t)(first * wide),
+                                  (size_t)(((k - 1) * run->stride + run->n) * wide),
+                                  l->reader.bytes));
+        for (int64_t j = 0; j < k; j++) {
+            if (l->n + run->n > FT__IO_FLOATS) FT_TRY(ft__io_in_flush(l));
+            ft__io_floats(dtype, l->reader.bytes + j * run->stride * wide, run->n,
+                          l->values + l->n);
+            l->n += run->n;
+        }
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_in_piece(ft__io_in *l, const ft_llama_piece *piece)
+{
+    l->tensor = piece->tensor;
+    l->at = piece->first;
+    l->n = 0;
+    for (int r = 0; r < piece->n_runs; r++) {
+        if (piece->run[r].count == 1)
+            FT_TRY(ft__io_in_run(l, piece->run[r].first, piece->run[r].n));
+        else FT_TRY(ft__io_in_strided(l, &piece->run[r]));
+    }
+    return ft__io_in_flush(l);
+}
+
+/* The source must be of the model's shape before anything is changed. */
+static ft_status ft__io_in_check(const ft_llama *model, const ft_io_model *source)
+{
+    const int n = ft_llama_param_count(model);
+    char found[128], wanted[128];
+    for (int i = 0; i < n; i++) {
+        const ft_llama_param *p = ft_llama_param_at(model, i);
+        const ft_io_tensor *t = ft_io_model_find(source, p->name);
+        if (t == NULL)
+            return ft_error(FT_ERR_DATA, "%s: has no tensor \"%s\", which the model has",
+                            source->directory, p->name);
+        if (t->ndim == p->ndim && t->shape[0] == p->shape[0] &&
+            (t->ndim == 1 || t->shape[1] == p->shape[1]))
+            continue;
+        ft__io_shape_text(t->ndim, t->shape, found);
+        ft__io_shape_text(p->ndim, p->shape, wanted);
+        return ft_error(FT_ERR_DATA, "%s: tensor \"%s\" is %s, the model's is %s",
+                        source->directory, p->name, found, wanted);
+    }
+    if (ft_io_model_count(source) == n) return FT_OK;
+    for (int64_t i = 0; i < ft_io_model_count(source); i++)
+        if (ft_llama_param_find(model, ft_io_model_at(source, i)->name) == NULL)
+            return ft_error(FT_ERR_DATA, "%s: tensor \"%s\" is none of the model's",
+                            source->directory, ft_io_model_at(source, i)->name);
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_llama_load(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
+                                  const ft_io_model *source)
+{
+    ft__io_in l;
+    ft_llama_piece piece;
+    if (ctx == NULL || zero == NULL || model == NULL || source == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_load: no argument may be NULL");
+    FT_TRY(ft__io_in_check(model, source));
+    memset(&l, 0, sizeof l);
+    l.zero = zero;
+    FT_TRY(ft__io_reader_begin(&l.reader, source));
+    l.values = (float *)FT_MALLOC((size_t)FT__IO_FLOATS * sizeof *l.values);
+    ft_status status = l.values != NULL ? FT_OK : ft__io_oom(source->directory, FT__IO_PIECE);
+    for (int i = 0; i < ft_llama_param_count(model) && status == FT_OK; i++) {
+        const ft_llama_param *p = ft_llama_param_at(model, i);
+        l.w = ft__io_weight_find(source, p->name);
+        status = ft_llama_owned(model, p, &piece);
+        if (status == FT_OK && piece.elems > 0 && ft_ctx_device(ctx) != FT_META)
+            status = ft__io_in_piece(&l, &piece);
+    }
+    FT_FREE(l.values);
+    ft__io_reader_end(&l.reader);
+    return status == FT_OK ? ft_zero_state_commit(zero) : status;
+}
+
+#endif /* FT_CJSON */
+
+/* ---- out ---- */
+
+FT_API ft_io_export ft_io_export_default(void)
+{
+    ft_io_export options;
+    memset(&options, 0, sizeof options);
+    return options;
+}
+
+static const char ft__io_list_name[] = "femtotron_export.txt";
+static const char ft__io_list_head[] = "The files of an export, which another one may replace:";
+
+/* The text of an earlier export's list in a directory, or NULL in *text; to be freed. */
+static ft_status ft__io_list_read(const char *directory, char **text)
+{
+    ft__io_map map;
+    char *path = NULL;
+    const size_t head = sizeof ft__io_list_head - 1;
+    *text = NULL;
+    FT_TRY(ft__io_inside(directory, ft__io_list_name, &path));
+    if (access(path, F_OK) == 0 && ft__io_map_open(path, &map) == FT_OK) {
+        if (map.bytes >= head && map.bytes < (1 << 20) &&
+            memcmp(map.base, ft__io_list_head, head) == 0 &&
+            memchr(map.base, 0, map.bytes) == NULL) {
+            *text = (char *)FT_MALLOC(map.bytes + 1);
+            if (*text != NULL) {
+                memcpy(*text, map.base, map.bytes);
+                (*text)[map.bytes] = 0;
+            }
+        }
+        ft__io_map_close(&map);
+    }
+    FT_FREE(path);
+    return FT_OK;
+}
+
+/* 1 if `name` is a line of the list (or the list). */
+static int ft__io_list_has(const char *text, const char *name)
+{
+    const size_t n = strlen(name);
+    if (text == NULL) return 0;
+    if (strcmp(name, ft__io_list_name) == 0) return 1;
+    for (const char *line = strchr(text, '\n'); line != NULL; line = strchr(line + 1, '\n'))
+        if (strncmp(line + 1, name, n) == 0 && line[1 + n] == '\n') return 1;
+    return 0;
+}
+
+/* DIRECTORY without the slashes at its end, to be freed. */
+static ft_status ft__io_bare(const char *directory, char **bare)
+{
+    if (directory == NULL || directory[0] == 0)
+        return ft_error(FT_ERR_ARG, "an export needs the name of a directory");
+    *bare = ft__io_copy(directory);
+    if (*bare == NULL) return ft__io_oom(directory, strlen(directory) + 1);
+    for (size_t n = strlen(*bare); n > 1 && (*bare)[n - 1] == '/'; n--) (*bare)[n - 1] = 0;
+    return FT_OK;
+}
+
+static ft_status ft__io_export_entries(const char *directory, DIR *entries, const char *list)
+{
+    for (struct dirent *e; (e = readdir(entries)) != NULL;) {
+        if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
+        if (list == NULL)
+            return ft_error(FT_ERR_IO, "%s: is not empty (it has %s) and is no earlier export (%s "
+                            "is not in it): export to another directory", directory,
+                            ft__io_show(e->d_name).text, ft__io_list_name);
+        if (!ft__io_list_has(list, e->d_name))
+            return ft_error(FT_ERR_IO, "%s: has %s, which no export wrote: nothing is replaced; "
+                            "move it, or export to another directory", directory,
+                            ft__io_show(e->d_name).text);
+    }
+    return FT_OK;
+}
+
+/* BARE + what, with the first N that is free; a directory, if `make`. To be freed. */
+static ft_status ft__io_out_beside(const char *bare, const char *what, int make, char **out)
+{
+    const size_t room = strlen(bare) + 64;
+    char *name = (char *)FT_MALLOC(room);
+    struct stat info;
+    int done = 0;
+    if (name == NULL) return ft__io_oom(bare, room);
+    errno = EEXIST;
+    for (int i = 0; !done && errno == EEXIST && i < 10000; i++) {
+        snprintf(name, room, "%s.%s-%ld-%d", bare, what, (long)getpid(), i);
+        if (make) done = ft__io_mkdir(name) == 0;
+        else if (!(done = stat(name, &info) != 0 && errno == ENOENT)) errno = EEXIST;
+    }
+    *out = name;
+    if (done) return FT_OK;
+    const ft_status status = ft_error(FT_ERR_IO, "%s: cannot create a directory beside it: %s",
+                                      bare, strerror(errno));
+    FT_FREE(name);
+    *out = NULL;
+    return status;
+}
+
+/* The last two steps of an export, tried with an empty directory: one beside it, and its place. A
+   mounted directory can be written into, but not replaced. */
+static ft_status ft__io_export_place(const char *bare, int replaced)
+{
+    struct stat info, here;
+    char *probe = NULL;
+    FT_TRY(ft__io_out_beside(bare, "tmp", 1, &probe));
+    ft_status status = FT_OK;
+    int mounted = 0;
+    if (lstat(bare, &info) == 0 && S_ISDIR(info.st_mode)) {
+        mounted = lstat(probe, &here) == 0 && here.st_dev != info.st_dev;
+        if (!mounted && !replaced) mounted = ft__io_rename(probe, bare) != 0 && errno == EBUSY;
+    }
+    if (mounted)
+        status = ft_error(FT_ERR_IO, "%s: is where a file system is mounted, and cannot be "
+                          "replaced: export to a directory inside it", bare);
+    (void)rmdir(probe); /* not there any more where it was renamed */
+    FT_FREE(probe);
+    return status;
+}
+
+FT_API ft_status ft_io_export_check(const char *directory)
+{
+    char *bare = NULL, *list = NULL;
+    struct stat info;
+    FT_TRY(ft__io_bare(directory, &bare));
+    ft_status status = FT_OK;
+    if (stat(bare, &info) == 0 && !S_ISDIR(info.st_mode)) {
+        status = ft_error(FT_ERR_IO, "%s: is a file, not a directory", bare);
+    } else if (stat(bare, &info) == 0) {
+        DIR *entries = opendir(bare);
+        if (entries == NULL)
+            status = ft_error(FT_ERR_IO, "%s: cannot be read: %s", bare, strerror(errno));
+        if (status == FT_OK) status = ft__io_list_read(bare, &list);
+        if (status == FT_OK) status = ft__io_export_entries(bare, entries, list);
+        if (entries != NULL) closedir(entries);
+    } else if (errno != ENOENT) {
+        status = ft_error(FT_ERR_IO, "%s: cannot be written: %s", bare, strerror(errno));
+    }
+    if (status == FT_OK) status = ft__io_export_place(bare, list != NULL);
+    FT_FREE(list);
+    FT_FREE(bare);
+    return status;
+}
+
+typedef struct ft__io_out { /* of an export, on every rank */
+    ft_ctx *ctx;
+    ft_zero *zero;
+    ft_llama *model;
+    ft_group *world;
+    ft_io_dtype dtype;
+    int64_t *pieces;         /* [R, FT__IO_PIECE_WORDS] of a parameter */
+    float *part;             /* [FT__IO_PART] */
+    /* Rank 0 alone. */
+    float *values;           /* [largest tensor] */
+    const char *name;        /* of the tensor in values */
+    char *temporary;         /* the directory that is written */
+    ft__io_text list;
+} ft__io_out;
+
+#define FT__IO_PART ((int64_t)1 << 18) /* elements that travel at a time */
+enum { FT__IO_PIECE_WORDS = 2 + 4 * FT_LLAMA_MAX_RUNS };
+
+/* Everyone learns what everyone stores of a parameter: elems, n_runs, then first, n, stride and
+   count of each run. */
+static ft_status ft__io_out_pieces(ft__io_out *o, const ft_llama_piece *piece)
+{
+    const int64_t words = FT__IO_PIECE_WORDS, halves = 2 * words;
+    int64_t mine[FT__IO_PIECE_WORDS], all = halves * ft_world(o->ctx);
+    ft_stream *stream = ft_stream_get(o->ctx, FT_STREAM_COMPUTE);
+    ft_tensor *own, *every;
+    memset(mine, 0, sizeof mine);
+    mine[0] = piece->elems;
+    mine[1] = piece->n_runs;
+    for (int r = 0; r < piece->n_runs; r++) {
+        mine[2 + 4 * r] = piece->run[r].first;
+        mine[3 + 4 * r] = piece->run[r].n;
+        mine[4 + 4 * r] = piece->run[r].stride;
+        mine[5 + 4 * r] = piece->run[r].count;
+    }
+    FT_TRY(ft_tensor_create(o->ctx, &own, FT_I32, 1, &halves, FT_TAG_COMM));
+    FT_TRY(ft_tensor_create(o->ctx, &every, FT_I32, 1, &all, FT_TAG_COMM));
+    FT_TRY(ft_upload(own, mine));
+    FT_TRY(ft_all_gather(o->world, stream, own, every));
+    FT_TRY(ft_download(every, o->pieces));
+    ft_tensor_free(own);
+    ft_tensor_free(every);
+    return FT_OK;
+}
+
+/* values = part[n], which is elements at..at+n-1 of a rank's piece, in the places that its runs
+   say. */
+static void ft__io_out_place(const int64_t *piece, int64_t at, int64_t n, const float *part,
+                             float *values)
+{
+    for (int64_t r = 0; r < piece[1] && n > 0; r++) {
+        const int64_t first = piece[2 + 4 * r], wide = piece[3 + 4 * r];
+        const int64_t stride = piece[4 + 4 * r], all = wide * piece[5 + 4 * r];
+        for (; at < all && n > 0;) {
+            const int64_t left = wide - at % wide, k = left < n ? left : n;
+            memcpy(values + first + at / wide * stride + at % wide, part,
+                   (size_t)k * sizeof *part);
+            at += k;
+            n -= k;
+            part += k;
+        }
+        at -= all;
+    }
+}
+
+/* A parameter, whole, to rank 0: each rank sends what it stores, in pieces, by order of ranks. */
+static ft_status ft__io_out_collect(ft__io_out *o, const ft_llama_param *p)
+{
+    const int me = ft_rank(o->ctx);
+    ft_stream *stream = ft_stream_get(o->ctx, FT_STREAM_COMPUTE);
+    ft_llama_piece piece;
+    FT_TRY(ft_llama_stored(o->model, p, &piece));
+    FT_TRY(ft__io_out_pieces(o, &piece));
+    for (int r = 0; r < ft_world(o->ctx); r++) {
+        const int64_t *their = o->pieces + (size_t)r * FT__IO_PIECE_WORDS;
+        if (me != 0 && me != r) continue;
+        for (int64_t at = 0, n; at < their[0]; at += n) {
+            ft_p2p op;
+            n = their[0] - at < FT__IO_PART ? their[0] - at : FT__IO_PART;
+            if (me == r)
+                FT_TRY(ft_zero_state_read(o->zero, piece.tensor, 0, piece.first + at, n, o->part));
+            if (r != 0) {
+                op.peer = me == 0 ? r : 0;
+                op.is_send = me == r;
+                FT_TRY(ft_tensor_create(o->ctx, &op.tensor, FT_F32, 1, &n, FT_TAG_COMM));
+                if (me == r) FT_TRY(ft_upload(op.tensor, o->part));
+                FT_TRY(ft_exchange(o->world, stream, 1, &op));
+                if (me == 0) FT_TRY(ft_download(op.tensor, o->part));
+                ft_tensor_free(op.tensor);
+            }
+            if (me == 0) ft__io_out_place(their, at, n, o->part, o->values);
+        }
+    }
+    return FT_OK;
+}
+
+static void ft__io_round_bf16(const float *values, int64_t n, void *bytes)
+{
+    unsigned char *to = (unsigned char *)bytes;
+    for (int64_t i = 0; i < n; i++) {
+        const uint16_t rounded = ft_bf16_from_f32(values[i]);
+        memcpy(to + 2 * i, &rounded, sizeof rounded);
+    }
+}
+
+static ft_status ft__io_out_fill(void *user, const char *name, size_t offset, size_t bytes,
+                                 void *buffer)
+{
+    ft__io_out *o = (ft__io_out *)user;
+    if (o->name == NULL || strcmp(o->name, name) != 0) {
+        const ft_llama_param *p = ft_llama_param_find(o->model, name);
+        FT_TRY(ft__io_out_collect(o, p));
+        o->name = p->name;
+    }
+    if (o->dtype == FT_IO_F32) memcpy(buffer, (const char *)o->values + offset, bytes);
+    else ft__io_round_bf16(o->values + offset / 2, (int64_t)(bytes / 2), buffer);
+    return FT_OK;
+}
+
+static ft_status ft__io_out_note(ft__io_out *o, const char *name)
+{
+    ft_io_json text;
+    memset(&text, 0, sizeof text);
+    text.text = o->list;
+    ft__io_json_put(&text, name, strlen(name));
+    ft__io_json_put(&text, "\n", 1);
+    o->list = text.text;
+    return text.status == FT_OK ? FT_OK : ft__io_oom(o->temporary, o->list.n);
+}
+
+static size_t ft__io_out_bytes(const ft__io_out *o, const ft_llama_param *p)
+{
+    return (size_t)(p->shape[0] * p->shape[1]) * (o->dtype == FT_IO_F32 ? 4 : 2);
+}
+
+/* The first parameter of the file after that of `first`: as many as fit, one at least. */
+static int ft__io_out_cut(const ft__io_out *o, int first, size_t most)
+{
+    size_t bytes = 0;
+    int i = first;
+    for (; i < ft_llama_param_count(o->model); i++) {
+        const size_t more = ft__io_out_bytes(o, ft_llama_param_at(o->model, i));
+        if (i > first && (more > most || bytes > most - more)) break;
+        bytes += more;
+    }
+    return i;
+}
+
+static ft_status ft__io_out_file(ft__io_out *o, const char *name, int first, int end)
+{
+    char *path;
+    ft_io_safetensors_writer *writer = NULL;
+    FT_TRY(ft__io_out_note(o, name));
+    FT_TRY(ft__io_inside(o->temporary, name, &path));
+    ft_status status = ft_io_safetensors_create(path, &writer);
+    FT_FREE(path);
+    if (status == FT_OK) status = ft_io_safetensors_set_metadata(writer, "format", "pt");
+    for (int i = first; i < end && status == FT_OK; i++) {
+        const ft_llama_param *p = ft_llama_param_at(o->model, i);
+        status = ft_io_safetensors_add_fill(writer, p->name, o->dtype, p->ndim, p->shape,
+                                            ft__io_out_fill, o);
+    }
+    if (status == FT_OK) return ft_io_safetensors_finish(writer);
+    ft_io_safetensors_abandon(writer);
+    return status;
+}
+
+static void ft__io_out_shard_name(int k, int shards, char name[64])
+{
+    if (shards == 1) snprintf(name, 64, "model.safetensors");
+    else snprintf(name, 64, "model-%05d-of-%05d.safetensors", k + 1, shards);
+}
+
+static ft_status ft__io_out_index(ft__io_out *o, int shards, size_t most)
+{
+    const int n = ft_llama_param_count(o->model);
+    char name[64], *path;
+    ft_io_json json;
+    int64_t elems = 0;
+    for (int i = 0; i < n; i++) {
+        const ft_llama_param *p = ft_llama_param_at(o->model, i);
+        elems += p->shape[0] * p->shape[1];
+    }
+    memset(&json, 0, sizeof json);
+    json.indent = 1;
+    ft_io_json_begin_object(&json);
+    ft_io_json_key(&json, "metadata");
+    ft_io_json_begin_object(&json);
+    ft__io_hf_put_int(&json, "total_parameters", elems);
+    ft__io_hf_put_int(&json, "total_size", elems * (o->dtype == FT_IO_F32 ? 4 : 2));
+    ft_io_json_end_object(&json);
+    ft_io_json_key(&json, "weight_map");
+    ft_io_json_begin_object(&json);
+    for (int k = 0, i = 0; k < shards; k++) {
+        const int end = ft__io_out_cut(o, i, most);
+        ft__io_out_shard_name(k, shards, name);
+        for (; i < end; i++)
+            ft__io_hf_put_string(&json, ft_llama_param_at(o->model, i)->name, name);
+    }
+    ft_io_json_end_object(&json);
+    ft_io_json_end_object(&json);
+    ft_status status = ft__io_inside(o->temporary, "model.safetensors.index.json", &path);
+    if (status != FT_OK) {
+        FT_FREE(json.text.bytes);
+        return status;
+    }
+    status = ft__io_json_to_file(&json, path);
+    FT_FREE(path);
+    return status == FT_OK ? ft__io_out_note(o, "model.safetensors.index.json") : status;
+}
+
+static ft_status ft__io_out_weights(ft__io_out *o, size_t most)
+{
+    const int n = ft_llama_param_count(o->model);
+    char name[64];
+    int shards = 0;
+    for (int i = 0; i < n; i = ft__io_out_cut(o, i, most)) shards++;
+    for (int k = 0, i = 0; k < shards; k++) {
+        const int end = ft__io_out_cut(o, i, most);
+        ft__io_out_shard_name(k, shards, name);
+        FT_TRY(ft__io_out_file(o, name, i, end));
+        i = end;
+    }
+    return shards > 1 ? ft__io_out_index(o, shards, most) : FT_OK;
+}
+
+/* What belongs to a model beside its weights; each is copied where it is there. */
+static ft_status ft__io_out_copy(ft__io_out *o, const char *from)
+{
+    static const char *const names[] = {
+        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+        "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+        "chat_template.json", "generation_config.json"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        char *source = NULL, *target = NULL;
+        ft__io_map map;
+        FT_TRY(ft__io_inside(from, names[i], &source));
+        if (access(source, F_OK) != 0) {
+            FT_FREE(source);
+            continue;
+        }
+        ft_status status = ft__io_inside(o->temporary, names[i], &target);
+        if (status == FT_OK) status = ft__io_map_open(source, &map);
+        if (status == FT_OK) {
+            status = ft__io_bytes_to_file(target, map.base, map.bytes);
+            ft__io_map_close(&map);
+        }
+        FT_FREE(source);
+        FT_FREE(target);
+        FT_TRY(status);
+        FT_TRY(ft__io_out_note(o, names[i]));
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_out_directory(ft__io_out *o, const ft_io_hf_config *config,
+                                      const ft_io_export *options)
+{
+    const int64_t most = options->max_shard_bytes > 0 ? options->max_shard_bytes : 5000000000LL;
+    char *path;
+    FT_TRY(ft__io_out_note(o, ft__io_list_head));
+    FT_TRY(ft__io_out_weights(o, (size_t)most));
+    FT_TRY(ft__io_inside(o->temporary, "config.json", &path));
+    ft_status status = ft_io_hf_config_write(config, path);
+    FT_FREE(path);
+    FT_TRY(status);
+    FT_TRY(ft__io_out_note(o, "config.json"));
+    if (options->copy_from != NULL) FT_TRY(ft__io_out_copy(o, options->copy_from));
+    FT_TRY(ft__io_inside(o->temporary, ft__io_list_name, &path));
+    status = ft__io_bytes_to_file(path, o->list.bytes, o->list.n);
+    FT_FREE(path);
+    return status;
+}
+
+/* Removes an export's directory: what its list names, the list, itself. Whatever else is in it
+   stays, and then so does the directory. `listed` 0: all files, of one that is not finished. */
+static void ft__io_out_remove(const char *directory, int listed)
+{
+    char *list = NULL, *path;
+    DIR *entries = opendir(directory);
+    if (listed) (void)ft__io_list_read(directory, &list);
+    for (struct dirent *e; entries != NULL && (e = readdir(entries)) != NULL;) {
+        if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
+        if (listed && !ft__io_list_has(list, e->d_name)) continue;
+        if (ft__io_inside(directory, e->d_name, &path) != FT_OK) continue;
+        unlink(path);
+        FT_FREE(path);
+    }
+    if (entries != NULL) closedir(entries);
+    if (rmdir(directory) != 0 && errno == ENOTDIR) unlink(directory); /* a link to one */
+    FT_FREE(list);
+}
+
+/* temporary -> bare. rename() puts it over an empty directory; another one is moved away first, and
+   back if the second rename fails. */
+static ft_status ft__io_out_rename(const char *temporary, const char *bare)
+{
+    char *old = NULL;
+    int directory = -1;
+    FT_TRY(ft__io_open_directory(temporary, &directory)); /* the same as bare's */
+    ft_status status = FT_OK;
+    if (ft__io_rename(temporary, bare) != 0) {
+        status = ft_io_export_check(bare);
+        if (status == FT_OK) status = ft__io_out_beside(bare, "old", 0, &old);
+        if (status == FT_OK && ft__io_rename(bare, old) != 0)
+            status = ft_error(FT_ERR_IO, "%s: cannot be replaced: %s", bare, strerror(errno));
+        if (status == FT_OK && ft__io_rename(temporary, bare) != 0) {
+            status = ft_error(FT_ERR_IO, "%s: cannot rename %s to it: %s", bare, temporary,
+                              strerror(errno));
+            (void)rename(old, bare);
+        }
+        if (status == FT_OK) ft__io_out_remove(old, 1);
+    }
+    if (status == FT_OK) status = ft__io_sync_directory(bare, directory);
+    if (directory >= 0) close(directory);
+    FT_FREE(old);
+    return status;
+}
+
+static ft_status ft__io_out_write(ft__io_out *o, const char *directory,
+                                  const ft_io_hf_config *config, const ft_io_export *options)
+{
+    char *bare = NULL;
+    FT_TRY(ft_io_export_check(directory));
+    FT_TRY(ft__io_bare(directory, &bare));
+    ft_status status = ft__io_out_beside(bare, "tmp", 1, &o->temporary);
+    if (status == FT_OK) status = ft__io_out_directory(o, config, options);
+    if (status == FT_OK) status = ft__io_out_rename(o->temporary, bare);
+    if (status != FT_OK && o->temporary != NULL) {
+        char message[1024];
+        snprintf(message, sizeof message, "%s", ft_last_error());
+        ft__io_out_remove(o->temporary, 0);
+        status = ft_error(status, "%s", message);
+    }
+    FT_FREE(o->temporary);
+    FT_FREE(o->list.bytes);
+    FT_FREE(bare);
+    return status;
+}
+
+FT_API ft_status ft_io_llama_export(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
+                                    const char *directory, const ft_io_export *options)
+{
+    ft__io_out o;
+    ft_io_hf_config config;
+    int64_t most = 1;
+    if (ctx == NULL || zero == NULL || model == NULL || directory == NULL || options == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_export: no argument may be NULL");
+    if ((options->dtype != FT_IO_F32 && options->dtype != FT_IO_BF16) ||
+        options->max_shard_bytes < 0)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_export: dtype %s, %lld bytes a file: F32 or BF16, "
+                        "and 0 (the default) or more", ft_io_dtype_name(options->dtype),
+                        (long long)options->max_shard_bytes);
+    FT_TRY(ft_io_llama_hf_config(ft_llama_config_get(model), options->like, &config));
+    if (config.max_positions == 0) config.max_positions = options->max_positions;
+    snprintf(config.dtype, sizeof config.dtype, "%s",
+             options->dtype == FT_IO_F32 ? "float32" : "bfloat16");
+    if (ft_ctx_device(ctx) == FT_META) return FT_OK;
+    memset(&o, 0, sizeof o);
+    o.ctx = ctx;
+    o.zero = zero;
+    o.model = model;
+    o.world = options->world;
+    o.dtype = options->dtype;
+    if (o.world == NULL)
+        FT_TRY(ft_group_strided(ctx, "export", 0, 1, ft_world(ctx), &o.world));
+    for (int i = 0; i < ft_llama_param_count(model); i++) {
+        const ft_llama_param *p = ft_llama_param_at(model, i);
+        if (p->shape[0] * p->shape[1] > most) most = p->shape[0] * p->shape[1];
+    }
+    o.pieces = (int64_t *)ft_host_alloc(ctx, (size_t)ft_world(ctx) * FT__IO_PIECE_WORDS *
+                                                 sizeof *o.pieces);
+    o.part = (float *)ft_host_alloc(ctx, (size_t)FT__IO_PART * sizeof *o.part);
+    if (o.pieces == NULL || o.part == NULL) return FT_ERR_OOM;
+    if (ft_rank(ctx) == 0) {
+        o.values = (float *)ft_host_alloc(ctx, (size_t)most * sizeof *o.values);
+        if (o.values == NULL) return FT_ERR_OOM;
+        FT_TRY(ft__io_out_write(&o, directory, &config, options));
+        ft_host_free(ctx, o.values);
+    } else {
+        for (int i = 0; i < ft_llama_param_count(model); i++)
+            FT_TRY(ft__io_out_collect(&o, ft_llama_param_at(model, i)));
+    }
+    ft_host_free(ctx, o.part);
+    ft_host_free(ctx, o.pieces);
+    return ft_agree(o.world, "the export", 0); /* all return when rank 0 is done */
+}
+
+#endif /* FEMTOTRON_LLAMA_H */
 
 /* ------------------------------------------------------------------------------- >>tokens.impl */
 
@@ -8682,744 +9421,5 @@ FT_API ft_status ft_io_report_write(const char *path, const ft_io_report *report
         return ft_error(FT_ERR_IO, "%s: cannot write: %s", path, strerror(errno));
     return FT_OK;
 }
-
-/* ----------------------------------------------------------------------------- >>hf llama.impl */
-
-#ifdef FEMTOTRON_LLAMA_H
-
-#include <dirent.h>
-
-FT_API ft_status ft_io_llama_config(const ft_io_hf_config *config, const char *where,
-                                    int64_t tokens, ft_llama_config *model)
-{
-    if (config == NULL || where == NULL || model == NULL)
-        return ft_error(FT_ERR_ARG, "ft_io_llama_config: config, where and model must not be NULL");
-    FT_TRY(ft_io_hf_config_check_length(config, where, tokens));
-    *model = ft_llama_config_default();
-    model->vocab = config->vocab;
-    model->hidden = config->hidden;
-    model->layers = config->layers;
-    model->heads = config->heads;
-    model->kv_heads = config->kv_heads;
-    model->head_dim = config->head_dim;
-    model->intermediate = config->intermediate;
-    model->tie_embeddings = config->tie_embeddings;
-    model->qkv_bias = config->qkv_bias;
-    model->o_bias = config->o_bias;
-    model->mlp_bias = config->mlp_bias;
-    model->qk_norm = config->qk_norm;
-    model->norm_eps = config->norm_eps;
-    model->rope_theta = config->rope_theta;
-    model->rope_scaling = config->rope_scaling;
-    if (config->init_std > 0) model->init_std = config->init_std;
-    return ft_llama_check(model);
-}
-
-FT_API ft_status ft_io_llama_hf_config(const ft_llama_config *model, const ft_io_hf_config *like,
-                                       ft_io_hf_config *config)
-{
-    int family = FT__IO_LLAMA;
-    ft_llama_config checked;
-    if (model == NULL || config == NULL)
-        return ft_error(FT_ERR_ARG, "ft_io_llama_hf_config: model and config must not be NULL");
-    checked = *model;
-    FT_TRY(ft_llama_check(&checked));
-    model = &checked; /* without zeros that stand for defaults */
-    *config = like != NULL ? *like : ft_io_hf_config_default();
-    config->vocab = model->vocab;
-    config->hidden = model->hidden;
-    config->layers = model->layers;
-    config->heads = model->heads;
-    config->kv_heads = model->kv_heads;
-    config->head_dim = model->head_dim;
-    config->intermediate = model->intermediate;
-    config->tie_embeddings = model->tie_embeddings != 0;
-    config->qkv_bias = model->qkv_bias != 0;
-    config->o_bias = model->o_bias != 0;
-    config->mlp_bias = model->mlp_bias != 0;
-    config->qk_norm = model->qk_norm != 0;
-    config->norm_eps = model->norm_eps;
-    config->rope_theta = model->rope_theta;
-    config->rope_scaling = model->rope_scaling;
-    if (config->full_layers >= config->layers) config->sliding_window = config->full_layers = 0;
-    if (like == NULL) {
-        if (model->init_std > 0) config->init_std = model->init_std;
-        while (family < FT__IO_FAMILIES && ft__io_hf_unsayable(config, family) != NULL) family++;
-        if (family < FT__IO_FAMILIES)
-            snprintf(config->model_type, sizeof config->model_type, "%s",
-                     ft__io_family_types[family]);
-    }
-    return ft__io_hf_check(config, "the model", &family);
-}
-
-/* ---- in ---- */
-
-#ifdef FT_CJSON
-
-#define FT__IO_FLOATS ((int64_t)1 << 18) /* of a piece, 1 MiB of them */
-
-typedef struct ft__io_in {
-    ft_zero *zero;
-    ft__io_reader reader;
-    float *values;           /* [FT__IO_FLOATS] */
-    const ft__io_weight *w;
-    ft_tensor *tensor;
-    int64_t at;              /* where values[0] belongs in `tensor` */
-    int64_t n;
-} ft__io_in;
-
-static ft_status ft__io_in_flush(ft__io_in *l)
-{
-    if (l->n > 0) FT_TRY(ft_zero_state_write(l->zero, l->tensor, 0, l->at, l->n, l->values));
-    l->at += l->n;
-    l->n = 0;
-    return FT_OK;
-}
-
-/* Elements first..first+n-1 of the file's tensor, to the end of the values. */
-static ft_status ft__io_in_run(ft__io_in *l, int64_t first, int64_t n)
-{
-    const ft_io_dtype dtype = l->w->tensor->dtype;
-    const size_t wide = (size_t)ft_io_dtype_bits(dtype) / 8;
-    const int64_t most = (int64_t)(FT__IO_PIECE / wide);
-    for (int64_t k; n > 0; first += k, n -= k) {
-        if (l->n == FT__IO_FLOATS) FT_TRY(ft__io_in_flush(l));
-        k = FT__IO_FLOATS - l->n < n ? FT__IO_FLOATS - l->n : n;
-        if (k > most) k = most;
-        void *to = dtype == FT_IO_F32 ? (void *)(l->values + l->n) : (void *)l->reader.bytes;
-        FT_TRY(ft__io_reader_read(&l->reader, l->w, (size_t)first * wide, (size_t)k * wide, to));
-        if (dtype != FT_IO_F32) ft__io_floats(dtype, to, k, l->values + l->n);
-        l->n += k;
-    }
-    return FT_OK;
-}
-
-/* Runs of a few KiB, as columns are cut: as many as fit come in one read, gaps and all. A gap of
-   16 KiB costs about what a call costs. */
-static ft_status ft__io_in_strided(ft__io_in *l, const ft_llama_run *run)
-{
-    const ft_io_dtype dtype = l->w->tensor->dtype;
-    const int64_t wide = ft_io_dtype_bits(dtype) / 8, piece = (int64_t)FT__IO_PIECE;
-    int64_t together = 1 + (piece - run->n * wide) / (run->stride * wide);
-    if ((run->stride - run->n) * wide > 16384 || run->n * wide > piece) together = 1;
-    for (int64_t i = 0, k; i < run->count; i += k) {
-        const int64_t first = run->first + i * run->stride;
-        k = run->count - i < together ? run->count - i : together;
-        if (k == 1 || run->n > FT__IO_FLOATS) {
-            k = 1;
-            FT_TRY(ft__io_in_run(l, first, run->n));
-            continue;
-        }
-        FT_TRY(ft__io_reader_read(&l->reader, l->w, (size_t)(first * wide),
-                                  (size_t)(((k - 1) * run->stride + run->n) * wide),
-                                  l->reader.bytes));
-        for (int64_t j = 0; j < k; j++) {
-            if (l->n + run->n > FT__IO_FLOATS) FT_TRY(ft__io_in_flush(l));
-            ft__io_floats(dtype, l->reader.bytes + j * run->stride * wide, run->n,
-                          l->values + l->n);
-            l->n += run->n;
-        }
-    }
-    return FT_OK;
-}
-
-static ft_status ft__io_in_piece(ft__io_in *l, const ft_llama_piece *piece)
-{
-    l->tensor = piece->tensor;
-    l->at = piece->first;
-    l->n = 0;
-    for (int r = 0; r < piece->n_runs; r++) {
-        if (piece->run[r].count == 1)
-            FT_TRY(ft__io_in_run(l, piece->run[r].first, piece->run[r].n));
-        else FT_TRY(ft__io_in_strided(l, &piece->run[r]));
-    }
-    return ft__io_in_flush(l);
-}
-
-/* The source must be of the model's shape before anything is changed. */
-static ft_status ft__io_in_check(const ft_llama *model, const ft_io_model *source)
-{
-    const int n = ft_llama_param_count(model);
-    char found[128], wanted[128];
-    for (int i = 0; i < n; i++) {
-        const ft_llama_param *p = ft_llama_param_at(model, i);
-        const ft_io_tensor *t = ft_io_model_find(source, p->name);
-        if (t == NULL)
-            return ft_error(FT_ERR_DATA, "%s: has no tensor \"%s\", which the model has",
-                            source->directory, p->name);
-        if (t->ndim == p->ndim && t->shape[0] == p->shape[0] &&
-            (t->ndim == 1 || t->shape[1] == p->shape[1]))
-            continue;
-        ft__io_shape_text(t->ndim, t->shape, found);
-        ft__io_shape_text(p->ndim, p->shape, wanted);
-        return ft_error(FT_ERR_DATA, "%s: tensor \"%s\" is %s, the model's is %s",
-                        source->directory, p->name, found, wanted);
-    }
-    if (ft_io_model_count(source) == n) return FT_OK;
-    for (int64_t i = 0; i < ft_io_model_count(source); i++)
-        if (ft_llama_param_find(model, ft_io_model_at(source, i)->name) == NULL)
-            return ft_error(FT_ERR_DATA, "%s: tensor \"%s\" is none of the model's",
-                            source->directory, ft_io_model_at(source, i)->name);
-    return FT_OK;
-}
-
-FT_API ft_status ft_io_llama_load(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
-                                  const ft_io_model *source)
-{
-    ft__io_in l;
-    ft_llama_piece piece;
-    if (ctx == NULL || zero == NULL || model == NULL || source == NULL)
-        return ft_error(FT_ERR_ARG, "ft_io_llama_load: no argument may be NULL");
-    FT_TRY(ft__io_in_check(model, source));
-    memset(&l, 0, sizeof l);
-    l.zero = zero;
-    FT_TRY(ft__io_reader_begin(&l.reader, source));
-    l.values = (float *)FT_MALLOC((size_t)FT__IO_FLOATS * sizeof *l.values);
-    ft_status status = l.values != NULL ? FT_OK : ft__io_oom(source->directory, FT__IO_PIECE);
-    for (int i = 0; i < ft_llama_param_count(model) && status == FT_OK; i++) {
-        const ft_llama_param *p = ft_llama_param_at(model, i);
-        l.w = ft__io_weight_find(source, p->name);
-        status = ft_llama_owned(model, p, &piece);
-        if (status == FT_OK && piece.elems > 0 && ft_ctx_device(ctx) != FT_META)
-            status = ft__io_in_piece(&l, &piece);
-    }
-    FT_FREE(l.values);
-    ft__io_reader_end(&l.reader);
-    return status == FT_OK ? ft_zero_state_commit(zero) : status;
-}
-
-#endif /* FT_CJSON */
-
-/* ---- out ---- */
-
-FT_API ft_io_export ft_io_export_default(void)
-{
-    ft_io_export options;
-    memset(&options, 0, sizeof options);
-    return options;
-}
-
-static const char ft__io_list_name[] = "femtotron_export.txt";
-static const char ft__io_list_head[] = "The files of an export, which another one may replace:";
-
-/* The text of an earlier export's list in a directory, or NULL in *text; to be freed. */
-static ft_status ft__io_list_read(const char *directory, char **text)
-{
-    ft__io_map map;
-    char *path = NULL;
-    const size_t head = sizeof ft__io_list_head - 1;
-    *text = NULL;
-    FT_TRY(ft__io_inside(directory, ft__io_list_name, &path));
-    if (access(path, F_OK) == 0 && ft__io_map_open(path, &map) == FT_OK) {
-        if (map.bytes >= head && map.bytes < (1 << 20) &&
-            memcmp(map.base, ft__io_list_head, head) == 0 &&
-            memchr(map.base, 0, map.bytes) == NULL) {
-            *text = (char *)FT_MALLOC(map.bytes + 1);
-            if (*text != NULL) {
-                memcpy(*text, map.base, map.bytes);
-                (*text)[map.bytes] = 0;
-            }
-        }
-        ft__io_map_close(&map);
-    }
-    FT_FREE(path);
-    return FT_OK;
-}
-
-/* 1 if `name` is a line of the list (or the list). */
-static int ft__io_list_has(const char *text, const char *name)
-{
-    const size_t n = strlen(name);
-    if (text == NULL) return 0;
-    if (strcmp(name, ft__io_list_name) == 0) return 1;
-    for (const char *line = strchr(text, '\n'); line != NULL; line = strchr(line + 1, '\n'))
-        if (strncmp(line + 1, name, n) == 0 && line[1 + n] == '\n') return 1;
-    return 0;
-}
-
-/* DIRECTORY without the slashes at its end, to be freed. */
-static ft_status ft__io_bare(const char *directory, char **bare)
-{
-    if (directory == NULL || directory[0] == 0)
-        return ft_error(FT_ERR_ARG, "an export needs the name of a directory");
-    *bare = ft__io_copy(directory);
-    if (*bare == NULL) return ft__io_oom(directory, strlen(directory) + 1);
-    for (size_t n = strlen(*bare); n > 1 && (*bare)[n - 1] == '/'; n--) (*bare)[n - 1] = 0;
-    return FT_OK;
-}
-
-static ft_status ft__io_export_entries(const char *directory, DIR *entries, const char *list)
-{
-    for (struct dirent *e; (e = readdir(entries)) != NULL;) {
-        if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
-        if (list == NULL)
-            return ft_error(FT_ERR_IO, "%s: is not empty (it has %s) and is no earlier export (%s "
-                            "is not in it): export to another directory", directory,
-                            ft__io_show(e->d_name).text, ft__io_list_name);
-        if (!ft__io_list_has(list, e->d_name))
-            return ft_error(FT_ERR_IO, "%s: has %s, which no export wrote: nothing is replaced; "
-                            "move it, or export to another directory", directory,
-                            ft__io_show(e->d_name).text);
-    }
-    return FT_OK;
-}
-
-/* BARE + what, with the first N that is free; a directory, if `make`. To be freed. */
-static ft_status ft__io_out_beside(const char *bare, const char *what, int make, char **out)
-{
-    const size_t room = strlen(bare) + 64;
-    char *name = (char *)FT_MALLOC(room);
-    struct stat info;
-    int done = 0;
-    if (name == NULL) return ft__io_oom(bare, room);
-    errno = EEXIST;
-    for (int i = 0; !done && errno == EEXIST && i < 10000; i++) {
-        snprintf(name, room, "%s.%s-%ld-%d", bare, what, (long)getpid(), i);
-        if (make) done = ft__io_mkdir(name) == 0;
-        else if (!(done = stat(name, &info) != 0 && errno == ENOENT)) errno = EEXIST;
-    }
-    *out = name;
-    if (done) return FT_OK;
-    const ft_status status = ft_error(FT_ERR_IO, "%s: cannot create a directory beside it: %s",
-                                      bare, strerror(errno));
-    FT_FREE(name);
-    *out = NULL;
-    return status;
-}
-
-/* The last two steps of an export, tried with an empty directory: one beside it, and its place. A
-   mounted directory can be written into, but not replaced. */
-static ft_status ft__io_export_place(const char *bare, int replaced)
-{
-    struct stat info, here;
-    char *probe = NULL;
-    FT_TRY(ft__io_out_beside(bare, "tmp", 1, &probe));
-    ft_status status = FT_OK;
-    int mounted = 0;
-    if (lstat(bare, &info) == 0 && S_ISDIR(info.st_mode)) {
-        mounted = lstat(probe, &here) == 0 && here.st_dev != info.st_dev;
-        if (!mounted && !replaced) mounted = ft__io_rename(probe, bare) != 0 && errno == EBUSY;
-    }
-    if (mounted)
-        status = ft_error(FT_ERR_IO, "%s: is where a file system is mounted, and cannot be "
-                          "replaced: export to a directory inside it", bare);
-    (void)rmdir(probe); /* not there any more where it was renamed */
-    FT_FREE(probe);
-    return status;
-}
-
-FT_API ft_status ft_io_export_check(const char *directory)
-{
-    char *bare = NULL, *list = NULL;
-    struct stat info;
-    FT_TRY(ft__io_bare(directory, &bare));
-    ft_status status = FT_OK;
-    if (stat(bare, &info) == 0 && !S_ISDIR(info.st_mode)) {
-        status = ft_error(FT_ERR_IO, "%s: is a file, not a directory", bare);
-    } else if (stat(bare, &info) == 0) {
-        DIR *entries = opendir(bare);
-        if (entries == NULL)
-            status = ft_error(FT_ERR_IO, "%s: cannot be read: %s", bare, strerror(errno));
-        if (status == FT_OK) status = ft__io_list_read(bare, &list);
-        if (status == FT_OK) status = ft__io_export_entries(bare, entries, list);
-        if (entries != NULL) closedir(entries);
-    } else if (errno != ENOENT) {
-        status = ft_error(FT_ERR_IO, "%s: cannot be written: %s", bare, strerror(errno));
-    }
-    if (status == FT_OK) status = ft__io_export_place(bare, list != NULL);
-    FT_FREE(list);
-    FT_FREE(bare);
-    return status;
-}
-
-typedef struct ft__io_out { /* of an export, on every rank */
-    ft_ctx *ctx;
-    ft_zero *zero;
-    ft_llama *model;
-    ft_group *world;
-    ft_io_dtype dtype;
-    int64_t *pieces;         /* [R, FT__IO_PIECE_WORDS] of a parameter */
-    float *part;             /* [FT__IO_PART] */
-    /* Rank 0 alone. */
-    float *values;           /* [largest tensor] */
-    const char *name;        /* of the tensor in values */
-    char *temporary;         /* the directory that is written */
-    ft__io_text list;
-} ft__io_out;
-
-#define FT__IO_PART ((int64_t)1 << 18) /* elements that travel at a time */
-enum { FT__IO_PIECE_WORDS = 2 + 4 * FT_LLAMA_MAX_RUNS };
-
-/* Everyone learns what everyone stores of a parameter: elems, n_runs, then first, n, stride and
-   count of each run. */
-static ft_status ft__io_out_pieces(ft__io_out *o, const ft_llama_piece *piece)
-{
-    const int64_t words = FT__IO_PIECE_WORDS, halves = 2 * words;
-    int64_t mine[FT__IO_PIECE_WORDS], all = halves * ft_world(o->ctx);
-    ft_stream *stream = ft_stream_get(o->ctx, FT_STREAM_COMPUTE);
-    ft_tensor *own, *every;
-    memset(mine, 0, sizeof mine);
-    mine[0] = piece->elems;
-    mine[1] = piece->n_runs;
-    for (int r = 0; r < piece->n_runs; r++) {
-        mine[2 + 4 * r] = piece->run[r].first;
-        mine[3 + 4 * r] = piece->run[r].n;
-        mine[4 + 4 * r] = piece->run[r].stride;
-        mine[5 + 4 * r] = piece->run[r].count;
-    }
-    FT_TRY(ft_tensor_create(o->ctx, &own, FT_I32, 1, &halves, FT_TAG_COMM));
-    FT_TRY(ft_tensor_create(o->ctx, &every, FT_I32, 1, &all, FT_TAG_COMM));
-    FT_TRY(ft_upload(own, mine));
-    FT_TRY(ft_all_gather(o->world, stream, own, every));
-    FT_TRY(ft_download(every, o->pieces));
-    ft_tensor_free(own);
-    ft_tensor_free(every);
-    return FT_OK;
-}
-
-/* values = part[n], which is elements at..at+n-1 of a rank's piece, in the places that its runs
-   say. */
-static void ft__io_out_place(const int64_t *piece, int64_t at, int64_t n, const float *part,
-                             float *values)
-{
-    for (int64_t r = 0; r < piece[1] && n > 0; r++) {
-        const int64_t first = piece[2 + 4 * r], wide = piece[3 + 4 * r];
-        const int64_t stride = piece[4 + 4 * r], all = wide * piece[5 + 4 * r];
-        for (; at < all && n > 0;) {
-            const int64_t left = wide - at % wide, k = left < n ? left : n;
-            memcpy(values + first + at / wide * stride + at % wide, part,
-                   (size_t)k * sizeof *part);
-            at += k;
-            n -= k;
-            part += k;
-        }
-        at -= all;
-    }
-}
-
-/* A parameter, whole, to rank 0: each rank sends what it stores, in pieces, by order of ranks. */
-static ft_status ft__io_out_collect(ft__io_out *o, const ft_llama_param *p)
-{
-    const int me = ft_rank(o->ctx);
-    ft_stream *stream = ft_stream_get(o->ctx, FT_STREAM_COMPUTE);
-    ft_llama_piece piece;
-    FT_TRY(ft_llama_stored(o->model, p, &piece));
-    FT_TRY(ft__io_out_pieces(o, &piece));
-    for (int r = 0; r < ft_world(o->ctx); r++) {
-        const int64_t *their = o->pieces + (size_t)r * FT__IO_PIECE_WORDS;
-        if (me != 0 && me != r) continue;
-        for (int64_t at = 0, n; at < their[0]; at += n) {
-            ft_p2p op;
-            n = their[0] - at < FT__IO_PART ? their[0] - at : FT__IO_PART;
-            if (me == r)
-                FT_TRY(ft_zero_state_read(o->zero, piece.tensor, 0, piece.first + at, n, o->part));
-            if (r != 0) {
-                op.peer = me == 0 ? r : 0;
-                op.is_send = me == r;
-                FT_TRY(ft_tensor_create(o->ctx, &op.tensor, FT_F32, 1, &n, FT_TAG_COMM));
-                if (me == r) FT_TRY(ft_upload(op.tensor, o->part));
-                FT_TRY(ft_exchange(o->world, stream, 1, &op));
-                if (me == 0) FT_TRY(ft_download(op.tensor, o->part));
-                ft_tensor_free(op.tensor);
-            }
-            if (me == 0) ft__io_out_place(their, at, n, o->part, o->values);
-        }
-    }
-    return FT_OK;
-}
-
-static void ft__io_round_bf16(const float *values, int64_t n, void *bytes)
-{
-    unsigned char *to = (unsigned char *)bytes;
-    for (int64_t i = 0; i < n; i++) {
-        const uint16_t rounded = ft_bf16_from_f32(values[i]);
-        memcpy(to + 2 * i, &rounded, sizeof rounded);
-    }
-}
-
-static ft_status ft__io_out_fill(void *user, const char *name, size_t offset, size_t bytes,
-                                 void *buffer)
-{
-    ft__io_out *o = (ft__io_out *)user;
-    if (o->name == NULL || strcmp(o->name, name) != 0) {
-        const ft_llama_param *p = ft_llama_param_find(o->model, name);
-        FT_TRY(ft__io_out_collect(o, p));
-        o->name = p->name;
-    }
-    if (o->dtype == FT_IO_F32) memcpy(buffer, (const char *)o->values + offset, bytes);
-    else ft__io_round_bf16(o->values + offset / 2, (int64_t)(bytes / 2), buffer);
-    return FT_OK;
-}
-
-static ft_status ft__io_out_note(ft__io_out *o, const char *name)
-{
-    ft_io_json text;
-    memset(&text, 0, sizeof text);
-    text.text = o->list;
-    ft__io_json_put(&text, name, strlen(name));
-    ft__io_json_put(&text, "\n", 1);
-    o->list = text.text;
-    return text.status == FT_OK ? FT_OK : ft__io_oom(o->temporary, o->list.n);
-}
-
-static size_t ft__io_out_bytes(const ft__io_out *o, const ft_llama_param *p)
-{
-    return (size_t)(p->shape[0] * p->shape[1]) * (o->dtype == FT_IO_F32 ? 4 : 2);
-}
-
-/* The first parameter of the file after that of `first`: as many as fit, one at least. */
-static int ft__io_out_cut(const ft__io_out *o, int first, size_t most)
-{
-    size_t bytes = 0;
-    int i = first;
-    for (; i < ft_llama_param_count(o->model); i++) {
-        const size_t more = ft__io_out_bytes(o, ft_llama_param_at(o->model, i));
-        if (i > first && (more > most || bytes > most - more)) break;
-        bytes += more;
-    }
-    return i;
-}
-
-static ft_status ft__io_out_file(ft__io_out *o, const char *name, int first, int end)
-{
-    char *path;
-    ft_io_safetensors_writer *writer = NULL;
-    FT_TRY(ft__io_out_note(o, name));
-    FT_TRY(ft__io_inside(o->temporary, name, &path));
-    ft_status status = ft_io_safetensors_create(path, &writer);
-    FT_FREE(path);
-    if (status == FT_OK) status = ft_io_safetensors_set_metadata(writer, "format", "pt");
-    for (int i = first; i < end && status == FT_OK; i++) {
-        const ft_llama_param *p = ft_llama_param_at(o->model, i);
-        status = ft_io_safetensors_add_fill(writer, p->name, o->dtype, p->ndim, p->shape,
-                                            ft__io_out_fill, o);
-    }
-    if (status == FT_OK) return ft_io_safetensors_finish(writer);
-    ft_io_safetensors_abandon(writer);
-    return status;
-}
-
-static void ft__io_out_shard_name(int k, int shards, char name[64])
-{
-    if (shards == 1) snprintf(name, 64, "model.safetensors");
-    else snprintf(name, 64, "model-%05d-of-%05d.safetensors", k + 1, shards);
-}
-
-static ft_status ft__io_out_index(ft__io_out *o, int shards, size_t most)
-{
-    const int n = ft_llama_param_count(o->model);
-    char name[64], *path;
-    ft_io_json json;
-    int64_t elems = 0;
-    for (int i = 0; i < n; i++) {
-        const ft_llama_param *p = ft_llama_param_at(o->model, i);
-        elems += p->shape[0] * p->shape[1];
-    }
-    memset(&json, 0, sizeof json);
-    json.indent = 1;
-    ft_io_json_begin_object(&json);
-    ft_io_json_key(&json, "metadata");
-    ft_io_json_begin_object(&json);
-    ft__io_hf_put_int(&json, "total_parameters", elems);
-    ft__io_hf_put_int(&json, "total_size", elems * (o->dtype == FT_IO_F32 ? 4 : 2));
-    ft_io_json_end_object(&json);
-    ft_io_json_key(&json, "weight_map");
-    ft_io_json_begin_object(&json);
-    for (int k = 0, i = 0; k < shards; k++) {
-        const int end = ft__io_out_cut(o, i, most);
-        ft__io_out_shard_name(k, shards, name);
-        for (; i < end; i++)
-            ft__io_hf_put_string(&json, ft_llama_param_at(o->model, i)->name, name);
-    }
-    ft_io_json_end_object(&json);
-    ft_io_json_end_object(&json);
-    ft_status status = ft__io_inside(o->temporary, "model.safetensors.index.json", &path);
-    if (status != FT_OK) {
-        FT_FREE(json.text.bytes);
-        return status;
-    }
-    status = ft__io_json_to_file(&json, path);
-    FT_FREE(path);
-    return status == FT_OK ? ft__io_out_note(o, "model.safetensors.index.json") : status;
-}
-
-static ft_status ft__io_out_weights(ft__io_out *o, size_t most)
-{
-    const int n = ft_llama_param_count(o->model);
-    char name[64];
-    int shards = 0;
-    for (int i = 0; i < n; i = ft__io_out_cut(o, i, most)) shards++;
-    for (int k = 0, i = 0; k < shards; k++) {
-        const int end = ft__io_out_cut(o, i, most);
-        ft__io_out_shard_name(k, shards, name);
-        FT_TRY(ft__io_out_file(o, name, i, end));
-        i = end;
-    }
-    return shards > 1 ? ft__io_out_index(o, shards, most) : FT_OK;
-}
-
-/* What belongs to a model beside its weights; each is copied where it is there. */
-static ft_status ft__io_out_copy(ft__io_out *o, const char *from)
-{
-    static const char *const names[] = {
-        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-        "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-        "chat_template.json", "generation_config.json"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        char *source = NULL, *target = NULL;
-        ft__io_map map;
-        FT_TRY(ft__io_inside(from, names[i], &source));
-        if (access(source, F_OK) != 0) {
-            FT_FREE(source);
-            continue;
-        }
-        ft_status status = ft__io_inside(o->temporary, names[i], &target);
-        if (status == FT_OK) status = ft__io_map_open(source, &map);
-        if (status == FT_OK) {
-            status = ft__io_bytes_to_file(target, map.base, map.bytes);
-            ft__io_map_close(&map);
-        }
-        FT_FREE(source);
-        FT_FREE(target);
-        FT_TRY(status);
-        FT_TRY(ft__io_out_note(o, names[i]));
-    }
-    return FT_OK;
-}
-
-static ft_status ft__io_out_directory(ft__io_out *o, const ft_io_hf_config *config,
-                                      const ft_io_export *options)
-{
-    const int64_t most = options->max_shard_bytes > 0 ? options->max_shard_bytes : 5000000000LL;
-    char *path;
-    FT_TRY(ft__io_out_note(o, ft__io_list_head));
-    FT_TRY(ft__io_out_weights(o, (size_t)most));
-    FT_TRY(ft__io_inside(o->temporary, "config.json", &path));
-    ft_status status = ft_io_hf_config_write(config, path);
-    FT_FREE(path);
-    FT_TRY(status);
-    FT_TRY(ft__io_out_note(o, "config.json"));
-    if (options->copy_from != NULL) FT_TRY(ft__io_out_copy(o, options->copy_from));
-    FT_TRY(ft__io_inside(o->temporary, ft__io_list_name, &path));
-    status = ft__io_bytes_to_file(path, o->list.bytes, o->list.n);
-    FT_FREE(path);
-    return status;
-}
-
-/* Removes an export's directory: what its list names, the list, itself. Whatever else is in it
-   stays, and then so does the directory. `listed` 0: all files, of one that is not finished. */
-static void ft__io_out_remove(const char *directory, int listed)
-{
-    char *list = NULL, *path;
-    DIR *entries = opendir(directory);
-    if (listed) (void)ft__io_list_read(directory, &list);
-    for (struct dirent *e; entries != NULL && (e = readdir(entries)) != NULL;) {
-        if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
-        if (listed && !ft__io_list_has(list, e->d_name)) continue;
-        if (ft__io_inside(directory, e->d_name, &path) != FT_OK) continue;
-        unlink(path);
-        FT_FREE(path);
-    }
-    if (entries != NULL) closedir(entries);
-    if (rmdir(directory) != 0 && errno == ENOTDIR) unlink(directory); /* a link to one */
-    FT_FREE(list);
-}
-
-/* temporary -> bare. rename() puts it over an empty directory; another one is moved away first, and
-   back if the second rename fails. */
-static ft_status ft__io_out_rename(const char *temporary, const char *bare)
-{
-    char *old = NULL;
-    int directory = -1;
-    FT_TRY(ft__io_open_directory(temporary, &directory)); /* the same as bare's */
-    ft_status status = FT_OK;
-    if (ft__io_rename(temporary, bare) != 0) {
-        status = ft_io_export_check(bare);
-        if (status == FT_OK) status = ft__io_out_beside(bare, "old", 0, &old);
-        if (status == FT_OK && ft__io_rename(bare, old) != 0)
-            status = ft_error(FT_ERR_IO, "%s: cannot be replaced: %s", bare, strerror(errno));
-        if (status == FT_OK && ft__io_rename(temporary, bare) != 0) {
-            status = ft_error(FT_ERR_IO, "%s: cannot rename %s to it: %s", bare, temporary,
-                              strerror(errno));
-            (void)rename(old, bare);
-        }
-        if (status == FT_OK) ft__io_out_remove(old, 1);
-    }
-    if (status == FT_OK) status = ft__io_sync_directory(bare, directory);
-    if (directory >= 0) close(directory);
-    FT_FREE(old);
-    return status;
-}
-
-static ft_status ft__io_out_write(ft__io_out *o, const char *directory,
-                                  const ft_io_hf_config *config, const ft_io_export *options)
-{
-    char *bare = NULL;
-    FT_TRY(ft_io_export_check(directory));
-    FT_TRY(ft__io_bare(directory, &bare));
-    ft_status status = ft__io_out_beside(bare, "tmp", 1, &o->temporary);
-    if (status == FT_OK) status = ft__io_out_directory(o, config, options);
-    if (status == FT_OK) status = ft__io_out_rename(o->temporary, bare);
-    if (status != FT_OK && o->temporary != NULL) {
-        char message[1024];
-        snprintf(message, sizeof message, "%s", ft_last_error());
-        ft__io_out_remove(o->temporary, 0);
-        status = ft_error(status, "%s", message);
-    }
-    FT_FREE(o->temporary);
-    FT_FREE(o->list.bytes);
-    FT_FREE(bare);
-    return status;
-}
-
-FT_API ft_status ft_io_llama_export(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
-                                    const char *directory, const ft_io_export *options)
-{
-    ft__io_out o;
-    ft_io_hf_config config;
-    int64_t most = 1;
-    if (ctx == NULL || zero == NULL || model == NULL || directory == NULL || options == NULL)
-        return ft_error(FT_ERR_ARG, "ft_io_llama_export: no argument may be NULL");
-    if ((options->dtype != FT_IO_F32 && options->dtype != FT_IO_BF16) ||
-        options->max_shard_bytes < 0)
-        return ft_error(FT_ERR_ARG, "ft_io_llama_export: dtype %s, %lld bytes a file: F32 or BF16, "
-                        "and 0 (the default) or more", ft_io_dtype_name(options->dtype),
-                        (long long)options->max_shard_bytes);
-    FT_TRY(ft_io_llama_hf_config(ft_llama_config_get(model), options->like, &config));
-    if (config.max_positions == 0) config.max_positions = options->max_positions;
-    snprintf(config.dtype, sizeof config.dtype, "%s",
-             options->dtype == FT_IO_F32 ? "float32" : "bfloat16");
-    if (ft_ctx_device(ctx) == FT_META) return FT_OK;
-    memset(&o, 0, sizeof o);
-    o.ctx = ctx;
-    o.zero = zero;
-    o.model = model;
-    o.world = options->world;
-    o.dtype = options->dtype;
-    if (o.world == NULL)
-        FT_TRY(ft_group_strided(ctx, "export", 0, 1, ft_world(ctx), &o.world));
-    for (int i = 0; i < ft_llama_param_count(model); i++) {
-        const ft_llama_param *p = ft_llama_param_at(model, i);
-        if (p->shape[0] * p->shape[1] > most) most = p->shape[0] * p->shape[1];
-    }
-    o.pieces = (int64_t *)ft_host_alloc(ctx, (size_t)ft_world(ctx) * FT__IO_PIECE_WORDS *
-                                                 sizeof *o.pieces);
-    o.part = (float *)ft_host_alloc(ctx, (size_t)FT__IO_PART * sizeof *o.part);
-    if (o.pieces == NULL || o.part == NULL) return FT_ERR_OOM;
-    if (ft_rank(ctx) == 0) {
-        o.values = (float *)ft_host_alloc(ctx, (size_t)most * sizeof *o.values);
-        if (o.values == NULL) return FT_ERR_OOM;
-        FT_TRY(ft__io_out_write(&o, directory, &config, options));
-        ft_host_free(ctx, o.values);
-    } else {
-        for (int i = 0; i < ft_llama_param_count(model); i++)
-            FT_TRY(ft__io_out_collect(&o, ft_llama_param_at(model, i)));
-    }
-    ft_host_free(ctx, o.part);
-    ft_host_free(ctx, o.pieces);
-    return ft_agree(o.world, "the export", 0); /* all return when rank 0 is done */
-}
-
-#endif /* FEMTOTRON_LLAMA_H */
 
 #endif /* implementation */
