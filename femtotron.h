@@ -18,8 +18,8 @@
        >>status      errors                       >>status.impl
        >>launch      ranks as threads             >>launch.impl
        >>streams     order of work                >>streams.impl
-       >>memory      the accounting allocator     >>memory.impl (the books), >>plan.impl (what an
-                                                  arena holds where), >>serving.impl (memory)
+       >>memory      the accounting allocator,    >>memory.impl (the books), >>plan.impl (what an
+                     what happened when           arena holds where), >>serving.impl (memory)
        >>tensors     storage with a shape         >>tensors.impl
        >>groups      collectives                  >>groups.impl (the local transport), >>nccl.impl
        >>optable     what an op is                >>optable.impl
@@ -65,6 +65,9 @@
                other.
      tape      Ops run eagerly and leave a node behind; a tape belongs to one micro-batch.
      segment   A stretch of a tape (one layer) in which saved tensors may be dropped and rebuilt.
+     timeline  With config.timeline a context keeps events (each allocation and free), spans
+               (stretches of the program that it names) and works (what each stream did), with
+               their times: femtotron_io.h makes reports and traces from them.
 
    OWNERSHIP, THREADS, ERRORS
      A tensor that an op returns is a handle. ft_tensor_free() says that *the caller* will not use

@@ -2193,8 +2193,9 @@ static ft_status check_layout(program *p) {
         return ft_error(FT_ERR_ARG, "--data-format %s and --token-dtype %s say different things: "
                         "leave one out", ft_io_format_name((ft_io_format)set->data_format),
                         ft_io_format_name((ft_io_format)set->token_dtype));
-    if (set->sample && (set->token_dtype || set->data_format > 1))
-        return ft_error(FT_ERR_UNSUPPORTED, "--sample writes bytes: it needs --token-dtype bytes");
+    if (set->sample && (set->token_dtype > FT_IO_FORMAT_BYTES ||
+                        set->data_format > FT_IO_FORMAT_BYTES))
+        return ft_error(FT_ERR_UNSUPPORTED, "--sample writes bytes: it needs --data-format bytes");
     if ((set->checkpoint_dir || set->resume) && !HAS_CHECKPOINTS)
         return ft_error(FT_ERR_UNSUPPORTED, "this trainer was built without checkpoints, which "
                         "need cJSON and xxHash: install both and make build/train_llama, or "
@@ -2906,8 +2907,9 @@ static void print_overlap(const program *p) {
         under += b;
     }
     if (traffic > 0)
-        printf("overlap: of %.2f ms a rank of gathers, reductions and exchanges beside compute in "
-               "the last step %.1f%% lie under it\n", 1e3 * traffic / rank_count(&p->set),
+        printf("overlap: of %.2f ms a rank of gathers%s in the last step %.1f%% lie under "
+               "compute\n", 1e3 * traffic / rank_count(&p->set),
+               p->set.pp_overlap ? ", reductions and exchanges" : " and reductions",
                100 * under / traffic);
 }
 
