@@ -554,7 +554,7 @@ typedef struct ft_io_sampler { /* a plain value: nothing to free; `data` must ou
 FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *data, int64_t seq_len,
                                     int64_t global_batch, uint64_t seed);
 /* FT_ERR_DATA, naming both sizes, if the stream is shorter than one sample (T + 1 tokens), or if
-   the rows of examples were packed for another T. */
+   the rows of examples were packed for another T; and if no label counts in any window. */
 
 FT_API ft_status ft_io_sampler_index(const ft_io_sampler *sampler, int64_t step, int64_t position,
                                      int64_t *window, int64_t *epoch);
@@ -591,12 +591,14 @@ typedef struct ft_io_sampler_state {
     int64_t windows;           /* N */
     int64_t tokens;            /* of the data */
     uint64_t data_hash;        /* of 1024 tokens spread evenly over the data */
+    uint64_t label_hash;       /* of how many labels count in each of 64 windows, spread alike */
 } ft_io_sampler_state;
 
 FT_API ft_status ft_io_sampler_state_get(const ft_io_sampler *sampler, int64_t step,
                                          ft_io_sampler_state *state);
 /* The state before step `step` (and after the one before it). Independent of ranks, micro-batches,
-   and of how tokens are stored and cut into files. Reads 1024 tokens. */
+   and of how tokens are stored and cut into files; but not of whether it is known where documents
+   end. Reads 1024 tokens, and those of 64 windows where an eod_token ends documents. */
 FT_API ft_status ft_io_sampler_state_set(ft_io_sampler *sampler, const ft_io_sampler_state *state,
                                          int64_t step);
 /* Continues: step `step` begins with sample number state->samples of the sequence, and the seed is
@@ -5974,6 +5976,14 @@ FT_API int64_t ft_io_permute(uint64_t seed, int64_t epoch, int64_t n, int64_t i)
     return (int64_t)x;
 }
 
+static ft_status ft__io_nothing_counts(const ft_io_data *data, int64_t windows, int64_t T)
+{
+    return ft_error(FT_ERR_DATA,
+                    "%s: no label counts in %lld windows of %lld tokens: each would be the first "
+                    "token of a document",
+                    data->parts[0].path, (long long)windows, (long long)T);
+}
+
 FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *data, int64_t seq_len,
                                     int64_t global_batch, uint64_t seed)
 {
@@ -5986,6 +5996,11 @@ FT_API ft_status ft_io_sampler_init(ft_io_sampler *sampler, const ft_io_data *da
                         "positive",
                         (long long)seq_len, (long long)global_batch);
     FT_TRY(ft__io_windows(data, seq_len, &sampler->windows));
+    if (ft_io_data_has_documents(data)) { /* the first window mostly shows it */
+        int64_t w = 0;
+        while (w < sampler->windows && ft__io_row_counted(data, seq_len, w) == 0) w++;
+        if (w == sampler->windows) return ft__io_nothing_counts(data, sampler->windows, seq_len);
+    }
     sampler->data = data;
     sampler->seq_len = seq_len;
     sampler->global_batch = global_batch;
@@ -6127,6 +6142,21 @@ static uint64_t ft__io_data_hash(const ft_io_data *data)
     return hash;
 }
 
+/* FNV-1a over the labels that count in up to 64 windows: the same tokens are other data where their
+   documents end elsewhere, or nobody knows where. */
+static uint64_t ft__io_label_hash(const ft_io_sampler *sampler)
+{
+    const int64_t most = 64, n = sampler->windows < most ? sampler->windows : most;
+    uint64_t hash = 0xcbf29ce484222325u;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t at = sampler->windows / n * i + sampler->windows % n * i / n;
+        const uint64_t counted =
+            (uint64_t)ft__io_row_counted(sampler->data, sampler->seq_len, at);
+        for (int k = 0; k < 8; k++) hash = (hash ^ (counted >> 8 * k & 255u)) * 0x100000001b3u;
+    }
+    return hash;
+}
+
 FT_API ft_status ft_io_sampler_state_get(const ft_io_sampler *sampler, int64_t step,
                                          ft_io_sampler_state *state)
 {
@@ -6141,6 +6171,7 @@ FT_API ft_status ft_io_sampler_state_get(const ft_io_sampler *sampler, int64_t s
     state->windows = sampler->windows;
     state->tokens = sampler->data->tokens;
     state->data_hash = ft__io_data_hash(sampler->data);
+    state->label_hash = ft__io_label_hash(sampler);
     return FT_OK;
 }
 
@@ -6173,6 +6204,13 @@ FT_API ft_status ft_io_sampler_state_set(ft_io_sampler *sampler, const ft_io_sam
                         "%016llx: other tokens, though as many; give the same files in the same "
                         "order",
                         path, (unsigned long long)state->data_hash, (unsigned long long)hash);
+    const uint64_t labels = ft__io_label_hash(sampler);
+    if (state->label_hash != labels)
+        return ft_error(FT_ERR_DATA,
+                        "%s: the data of the run that is continued has labels with the hash "
+                        "%016llx, this has %016llx: the same tokens, but documents end elsewhere; "
+                        "give the same format and the same eod_token",
+                        path, (unsigned long long)state->label_hash, (unsigned long long)labels);
     if (state->samples < 0)
         return ft_error(FT_ERR_DATA, "%s: the state of the sampler has used %lld samples", path,
                         (long long)state->samples);
@@ -6212,10 +6250,7 @@ FT_API ft_status ft_io_eval_init(ft_io_eval *eval, const ft_io_data *data, int64
             eval->counted += ft__io_row_counted(data, seq_len, w);
     if (eval->counted > 0) return FT_OK;
     eval->data = NULL;
-    return ft_error(FT_ERR_DATA,
-                    "%s: no label counts in %lld windows of %lld tokens: each would be the first "
-                    "token of a document",
-                    data->parts[0].path, (long long)eval->windows, (long long)seq_len);
+    return ft__io_nothing_counts(data, eval->windows, seq_len);
 }
 
 FT_API ft_status ft_io_eval_fill_docs(const ft_io_eval *eval, int64_t index, int rank,

@@ -1450,6 +1450,8 @@ static ft_status checkpoint_settings(trainer *t, int64_t step) {
     FT_TRY(ft_io_checkpoint_set(c, "sampler.tokens", "%lld", (long long)data.tokens));
     FT_TRY(ft_io_checkpoint_set(c, "sampler.data_hash", "%016llx",
                                 (unsigned long long)data.data_hash));
+    FT_TRY(ft_io_checkpoint_set(c, "sampler.label_hash", "%016llx",
+                                (unsigned long long)data.label_hash));
     for (i = 0; i < sizeof whole / sizeof whole[0]; i++)
         FT_TRY(ft_io_checkpoint_set(c, whole[i].key, "%lld", (long long)whole[i].value));
     for (i = 0; i < sizeof real / sizeof real[0]; i++)
@@ -1471,22 +1473,26 @@ static void say_passed_over(void *user, const char *text) {
     printf("passed over: %s\n", text);
 }
 
+static ft_status manifest_hash(const ft_io_manifest *m, const char *key, uint64_t *hash) {
+    const char *text = ft_io_manifest_text(m, key);
+    char *end = NULL;
+    if (text) *hash = strtoull(text, &end, 16);
+    if (text && end != text && !*end) return FT_OK;
+    return ft_error(FT_ERR_DATA, "%s: %s is missing, or no hexadecimal number", m->where, key);
+}
+
 /* The data must be what it was, and the seed, which the weights of a new run come from too. */
 static ft_status resume_data(trainer *t, const ft_io_manifest *m) {
     ft_io_sampler_state was;
-    const char *hash = ft_io_manifest_text(m, "sampler.data_hash");
     int64_t seed = 0;
-    char *end = NULL;
     memset(&was, 0, sizeof was);
     FT_TRY(ft_io_manifest_int(m, "random.seed", &seed));
     FT_TRY(ft_io_manifest_int(m, "sampler.samples", &was.samples));
     FT_TRY(ft_io_manifest_int(m, "sampler.seq_len", &was.seq_len));
     FT_TRY(ft_io_manifest_int(m, "sampler.windows", &was.windows));
     FT_TRY(ft_io_manifest_int(m, "sampler.tokens", &was.tokens));
-    if (hash) was.data_hash = strtoull(hash, &end, 16);
-    if (!hash || end == hash || *end)
-        return ft_error(FT_ERR_DATA, "%s: sampler.data_hash is missing, or no hexadecimal number",
-                        m->where);
+    FT_TRY(manifest_hash(m, "sampler.data_hash", &was.data_hash));
+    FT_TRY(manifest_hash(m, "sampler.label_hash", &was.label_hash));
     if (seed != t->work->set->seed)
         return ft_error(FT_ERR_ARG, "%s: random.seed was %lld, here it is %lld: with another "
                         "--seed the data would have another order, and the run not be the same; "
@@ -1551,11 +1557,13 @@ static ft_status log_resume(trainer *t) {
     const char *path = t->work->set->log_path;
     char *row = NULL;
     size_t room = 0;
+    struct stat info;
     long keep = 0;
     ssize_t n;
     FILE *file;
     if (!t->work->sampler || !t->work->set->resume || !path || ft_rank(t->ctx) != 0) return FT_OK;
-    file = fopen(path, "r");
+    /* A pipe or a device has nothing to be cut, and may have nothing to be read, ever. */
+    file = stat(path, &info) == 0 && S_ISREG(info.st_mode) ? fopen(path, "r") : NULL;
     while (file && (n = getline(&row, &room, file)) > 0 && row[n - 1] == '\n') {
         long long step = 0;
         if (sscanf(row, "{\"step\":%lld", &step) == 1 &&

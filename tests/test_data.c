@@ -860,6 +860,27 @@ static void a_state_knows_its_data(void **state)
         assert_int_equal(other.first_sample, 0);
         ft_io_data_close(changed);
     }
+    /* The same tokens, whose documents end nowhere, at one token, at another, and again at this. */
+    for (int k = 0; k < 3; k++) {
+        ft_io_data_config config = ft_io_data_config_default();
+        ft_io_sampler_state apart;
+        config.format = FT_IO_FORMAT_U16;
+        config.eod_token = tokens[40 + 50 * (k % 2)];
+        assert_ok(ft_io_data_open_files(&path, 1, &config, &changed));
+        assert_ok(ft_io_sampler_init(&other, changed, ROW, 4, 12));
+        assert_error(ft_io_sampler_state_set(&other, &kept, 7), FT_ERR_DATA, path,
+                     "documents end elsewhere");
+        assert_int_equal(other.seed, 12);
+        if (k > 0) {
+            const ft_status same = ft_io_sampler_state_set(&other, &bad, 7);
+            assert_int_equal(same, k == 2 ? FT_OK : FT_ERR_DATA);
+        }
+        assert_ok(ft_io_sampler_init(&other, changed, ROW, 4, 11));
+        assert_ok(ft_io_sampler_state_get(&other, 7, &apart));
+        assert_int_equal(apart.data_hash, kept.data_hash);
+        if (k == 0) bad = apart;
+        ft_io_data_close(changed);
+    }
     bad = kept;
     bad.samples = -1;
     assert_error(ft_io_sampler_state_set(&sampler, &bad, 7), FT_ERR_DATA, path, "used -1 samples");
@@ -1175,18 +1196,25 @@ static void formats_are_told_by_name_and_header(void **state)
     assert_null(ft_io_data_file(NULL, 0));
 }
 
-static void an_evaluation_of_nothing_is_refused(void **state)
+static void data_without_a_label_are_refused(void **state)
 {
     (void)state;
     static const int64_t ends[12] = {9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 9, 1};
     ft_io_data_config config = ft_io_data_config_default();
     ft_io_data *data;
     ft_io_eval eval;
+    ft_io_sampler sampler;
     const char *path = write_shard("ends", 0, 0, ends, 12);
     config.eod_token = 9;
     assert_ok(ft_io_data_open_files(&path, 1, &config, &data));
     assert_error(ft_io_eval_init(&eval, data, 5, 1, 1, 0), FT_ERR_DATA, path,
                  "no label counts in 2 windows of 5 tokens");
+    assert_error(ft_io_sampler_init(&sampler, data, 5, 1, 0), FT_ERR_DATA, path,
+                 "no label counts in 2 windows of 5 tokens");
+    ft_io_data_close(data);
+    config.eod_token = 8; /* there is none: all count */
+    assert_ok(ft_io_data_open_files(&path, 1, &config, &data));
+    assert_ok(ft_io_sampler_init(&sampler, data, 5, 1, 0));
     ft_io_data_close(data);
 }
 
@@ -1311,7 +1339,7 @@ int main(void)
         TEST(the_loss_of_an_evaluation_is_that_of_its_windows),
         TEST(documents_end_with_their_token),
         TEST(formats_are_told_by_name_and_header),
-        TEST(an_evaluation_of_nothing_is_refused),
+        TEST(data_without_a_label_are_refused),
         TEST(splits_do_not_change_the_loss),
     };
     return cmocka_run_group_tests(tests, make_directory, remove_directory);

@@ -180,6 +180,20 @@ wave="--steps 400 --lr-schedule cosine --warmup 5 --lr-floor 0.0001"
 
 # shellcheck disable=SC2086
 {
+    # A log that is no file cannot be cut, and need not.
+    rm -rf "$ck"
+    run $small --steps 1 --checkpoint-dir "$ck"
+    mkfifo "$dir/pipe"
+    cat "$dir/pipe" "$dir/pipe" >"$dir/piped" & # opened once to try it, and once to log
+    reader=$!
+    if run $small --steps 2 --checkpoint-dir "$ck" --resume --log /dev/null &&
+        run $small --steps 3 --checkpoint-dir "$ck" --resume --log "$dir/pipe" &&
+        wait_rows "$dir/piped" 1 && grep -q '^{"step":3,' "$dir/piped"; then
+        pass "a log that is a pipe or a device"
+    else fail "a log that is a pipe or a device" "refused, or nothing came"
+    fi
+    kill $reader 2>/dev/null # it may be over, or wait for another writer
+    wait $reader 2>/dev/null
     # The validation of step 4 comes after its checkpoint: whether or not it has come, it is there
     # once. The same of the last step.
     rm -rf "$ck" "$dir"/*.jsonl
