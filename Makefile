@@ -77,7 +77,8 @@ build/train_llama: examples/train_llama.c $(HEADERS) build/features ## the singl
 	@. build/features; set -x; $(CC) -std=c11 -I. -O3 $(native) $(TRAINER_FEATURES) $< -o $@ \
 	    $(TRAINER_LIBS) $(SYSTEM_LIBS)
 
-# The trainer for GPUs: machine code for Ampere and Hopper, and PTX that the driver compiles for others.
+# The trainer for GPUs: machine code for Ampere and Hopper, and PTX that the driver compiles for
+# others.
 NVCC ?= nvcc
 GPU_ARCH ?= -gencode arch=compute_80,code=sm_80 -gencode arch=compute_90a,code=sm_90a \
     -gencode arch=compute_90,code=compute_90
@@ -93,7 +94,8 @@ build/femtotron_kernels.o: femtotron_kernels.cu femtotron.h
 
 # With cJSON and xxHash, and with NCCL, where they are.
 cuda_features = $(shell sh tools/features.sh "$(NVCC)" | sed -n "s/^FT_PLAIN_[A-Z]*='\(.*\)'/\1/p")
-nccl = $(shell echo '\#include <nccl.h>' | $(NVCC) -E -x cu - >/dev/null 2>&1 && echo -DFT_NCCL -lnccl)
+nccl = $(shell echo '\#include <nccl.h>' | $(NVCC) -E -x cu - >/dev/null 2>&1 && \
+    echo -DFT_NCCL -lnccl)
 
 build/train_llama_cuda: examples/train_llama.c build/femtotron_kernels.o $(HEADERS)
 	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt \
@@ -226,7 +228,8 @@ PLAIN_TESTS := $(filter test_ops test_golden,$(TESTS))
 # Tests in which ranks talk to each other: the ones that run again with delays and under TSan.
 RANK_TESTS ?= $(filter test_comm test_tp test_llama test_options test_3d,$(TESTS))
 # The same for the sanitizers, under which programs are 3 to 15 times slower: these reach every part
-# in minutes. make async RANK_TESTS="...", make asan ASAN_TESTS="...", make tsan TSAN_TESTS="..." run others.
+# in minutes. make async RANK_TESTS="...", make asan ASAN_TESTS="...", make tsan TSAN_TESTS="..."
+# run others.
 ASAN_TESTS ?= $(filter test_comm test_io test_data test_megatron test_jsonl test_documents \
     test_tensorboard test_ops test_tape test_llama test_options test_tp test_pp_schedule test_state \
     test_checkpoint test_hf,$(TESTS))
@@ -294,10 +297,11 @@ FUZZERS := $(basename $(notdir $(wildcard tests/fuzz/fuzz_*.c)))
 FUZZ_HEADERS := tests/fuzz/fuzz.h
 FUZZ_SANITIZE := -g -fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all
 # The headers' implementations come from the archive, also where a program asks for them.
-NO_IMPLEMENTATION := $(addprefix -D,FEMTOTRON_IMPLEMENTATION_DONE FEMTOTRON_ZERO_IMPLEMENTATION_DONE \
-    FT__TP_IMPLEMENTED FT__PP_IMPLEMENTED FT__LLAMA_IMPLEMENTED FEMTOTRON_IO_IMPLEMENTED)
-fuzz_compile = . build/features; set -x; $(FUZZ_CC) -std=c11 -D_POSIX_C_SOURCE=200809L -I. -Itests/fuzz -O1 \
-    $$FT_PLAIN_CFLAGS
+NO_IMPLEMENTATION := $(addprefix -D,FEMTOTRON_IMPLEMENTATION_DONE \
+    FEMTOTRON_ZERO_IMPLEMENTATION_DONE FT__TP_IMPLEMENTED FT__PP_IMPLEMENTED \
+    FT__LLAMA_IMPLEMENTED FEMTOTRON_IO_IMPLEMENTED)
+fuzz_compile = . build/features; set -x; $(FUZZ_CC) -std=c11 -D_POSIX_C_SOURCE=200809L -I. \
+    -Itests/fuzz -O1 $$FT_PLAIN_CFLAGS
 
 build/fuzz/lib/femtotron_llama.o: $(call bases,femtotron_llama)
 build/fuzz/lib/%.o: %.h femtotron.h build/features

@@ -18,8 +18,8 @@
        >>status      errors                       >>status.impl
        >>launch      ranks as threads             >>launch.impl
        >>streams     order of work                >>streams.impl
-       >>memory      the accounting allocator     >>memory.impl (the books), >>plan.impl (what an
-                                                  arena holds where), >>serving.impl (memory)
+       >>memory      the accounting allocator,    >>memory.impl (the books), >>plan.impl (what an
+                     what happened when           arena holds where), >>serving.impl (memory)
        >>tensors     storage with a shape         >>tensors.impl
        >>groups      collectives                  >>groups.impl (the local transport), >>nccl.impl
        >>optable     what an op is                >>optable.impl
@@ -65,6 +65,9 @@
                other.
      tape      Ops run eagerly and leave a node behind; a tape belongs to one micro-batch.
      segment   A stretch of a tape (one layer) in which saved tensors may be dropped and rebuilt.
+     timeline  With config.timeline a context keeps events (each allocation and free), spans
+               (stretches of the program that it names) and works (what each stream did), with
+               their times: femtotron_io.h makes reports and traces from them.
 
    OWNERSHIP, THREADS, ERRORS
      A tensor that an op returns is a handle. ft_tensor_free() says that *the caller* will not use
@@ -310,8 +313,9 @@ typedef struct ft_mem_event {
 FT_API int64_t ft_mem_timeline(const ft_ctx *ctx, const ft_mem_event **events);
 /* The events kept since launch (config.timeline); their number is returned, 0 when off. */
 FT_API void ft_mem_timeline_clear(ft_ctx *ctx);
-/* Forgets events, spans and works so far: to keep the last step alone. Open spans begin here. On
-   FT_GPU the device's clock is set by the host's: the host waits for the compute stream. */
+/* Forgets events, spans and works so far: to keep the last step alone. Open spans begin here. With
+   config.timeline the host waits: on FT_GPU for the compute stream, as the device's clock is set by
+   the host's; with FT_CPU_ASYNC for all streams, whose threads may be writing works. */
 
 typedef struct ft_span { /* a stretch of the program: a pipeline's action, the optimizer's step */
     const char *name;
@@ -3261,6 +3265,8 @@ FT_API void ft_mem_timeline_clear(ft_ctx *ctx)
     ft__memory *m = ctx->memory;
     m->n_events = m->n_spans = 0;
     for (int i = 0; i < m->n_open; i++) m->open[i].begin_event = 0;
+    for (int k = 0; k < FT_STREAM_COUNT && m->works && ft__async(ctx); k++)
+        ft__stream_drain(&ctx->streams[k]); /* their threads write into the works */
     for (ft__works *b = m->works; b; b = b->next) b->n = 0;
     m->works_at = m->works;
     ft__clock_set(ctx);
@@ -10263,8 +10269,8 @@ static ft_status ft__gpu_fault(const struct ft__gpu *g)
         {"tp_embedding: token", "", ""},
         {"tp_linear_cross_entropy: label", "the vocabulary ", "; -100 marks a token to ignore"},
         {"attention: doc_start", "",
-         ", or less than that of the token to the left: the first token of a document is not behind "
-         "its tokens, nor before that of the token to the left"}};
+         ", or less than that of the token to the left: the first token of a document is not "
+         "behind its tokens, nor before that of the token to the left"}};
     for (int k = 0; k < FTK_FAULTS; k++) {
         const uint64_t *at = g->fault_host + 3 * k;
         if (at[0] == UINT64_MAX) continue;

@@ -1,5 +1,5 @@
-/* femtotron_io.h: safetensors, token data and its sampler, checkpoints, metrics, reports and JSON,
-   for femtotron.h.
+/* femtotron_io.h: what a training run reads and writes, for femtotron.h: safetensors, models of
+   Hugging Face, token data and its sampler, checkpoints, metrics, reports and JSON.
 
    Do this, in ONE C or C++ file of your program (elsewhere without the macro):
 
@@ -15,18 +15,22 @@
 
    WHAT IT DOES NOT DO
      No tokenizer (tools/tokenize.py calls one, and writes what is read here), no downloads, no
-     weights but safetensors (pytorch_model.bin, GGUF), no quantized ones, no big-endian host. It
-     writes no token shards, and reads no compressed data. Of Megatron's data it reads text, no
-     multimodal sequences, and blends no data sets by weights. Ranks of a checkpoint share a file
-     system: nothing is sent to one rank to be written, and none of it is compressed.
-     JSON is written by the emitter here; of JSON read, the safetensors header and examples for
-     fine-tuning need no library, a Hugging Face config.json and a checkpoint's manifest need cJSON.
+     big-endian host.
+     Weights: safetensors alone (no pytorch_model.bin, no GGUF), none that are quantized; of models
+     the families llama, mistral, qwen2 and qwen3, and no sliding window shorter than the sequences.
+     Data: no token shards are written, no compressed ones are read. Of Megatron's data it reads
+     text, no multimodal sequences, and blends no data sets by weights.
+     Checkpoints: ranks share a file system: nothing is sent to one rank to be written, and nothing
+     is compressed.
+     JSON is written by the emitter here. A safetensors header and examples for fine-tuning are read
+     without a library; a config.json, a model's index and a checkpoint's manifest need cJSON.
 
    CONTENTS  (find a part by searching for its mark)
-     Declarations                                    Implementation
-       >>dtypes       element types of files           >>dtypes.impl
-       >>safetensors  read and write tensor files      >>files.impl, >>utf8.impl, >>header.impl,
-                                                       >>safetensors.impl, >>writer.impl
+     Declarations (>>json is before >>log)           Implementation, in this order
+       >>dtypes       element types of files           >>dtypes.impl, >>files.impl, >>utf8.impl
+       >>json         an emitter for nested JSON       >>json.impl
+       >>safetensors  read and write tensor files      >>header.impl, >>safetensors.impl,
+                                                       >>writer.impl
        >>hf           config.json of Hugging Face      >>hf.impl
        >>model        a model's directory              >>model.impl
        >>hf llama     it, into a Llama and out again   >>hf llama.impl
@@ -36,7 +40,6 @@
        >>eval         which ones an evaluation sees    >>eval.impl
        >>checkpoint   training state that survives     >>manifest.impl, >>reader.impl,
                                                        >>checkpoint.impl, >>resume.impl
-       >>json         an emitter for nested JSON       >>json.impl
        >>log          metrics as JSON lines            >>log.impl
        >>tensorboard  metrics for TensorBoard          >>tensorboard.impl
        >>record       what a rank did in a step        >>record.impl
@@ -46,22 +49,28 @@
    OPTIONS  (define before the include that has the implementation)
      FEMTOTRON_IO_IMPLEMENTATION   the implementation of this header alone. Default: off;
                    FEMTOTRON_IMPLEMENTATION switches on that of every header.
-     FT_CJSON      adds what reads JSON - of >>hf the parsing, >>model, of >>hf llama loading - with
-                   cJSON (<cjson/cJSON.h>, link -lcjson). Default off. Set it, in every file that
-                   calls those, where the library is installed. Writing needs no library.
+     FT_CJSON      adds what reads JSON with cJSON (<cjson/cJSON.h>, link -lcjson): of >>hf the
+                   parsing, >>model, of >>hf llama the loading. Default off. Set it, in every file
+                   that calls those, where the library is installed.
      FT_XXHASH     adds, together with FT_CJSON, >>checkpoint, which hashes with xxHash (<xxhash.h>,
-                   link -lxxhash). Default off. Checkpoints of a Llama are there where
-                   femtotron_llama.h is included before this header, also by the file with the
-                   implementation, which then needs POSIX (-std=c11 alone hides it where a system
-                   header comes first).
-     FT_IO_FAULT(call)   for tests: called before "write", "sync", "rename", "mkdir" and "open" of
-                   what is written; an errno that it gives is taken for the call's. Default 0.
+                   link -lxxhash). Default off. The file with the implementation then needs POSIX
+                   (-std=c11 alone hides it where a system header comes first).
+     FT_IO_FAULT(call)   for tests: asked before a "write", "sync", "rename", "mkdir" or "open" with
+                   which a checkpoint is written; an errno that it gives is taken for the call's.
+                   Other files' are asked too, where they share the code. Default 0.
+     femtotron_llama.h, included before this header (also in the file with the implementation), adds
+                   >>hf llama, and to >>checkpoint those of a Llama.
 
    CONCEPTS AND COSTS
      mapping   Safetensors files and data are mapped, not read: opening costs page tables, and bytes
                come from the page cache when they are touched. All threads of the process share
                them. A file that another process cuts short while it is mapped kills the process
                (SIGBUS).
+     whole     What replaces a file (safetensors, config.json), an export or a checkpoint is written
+               beside it, synced and renamed: under its name is the old one or the new one, whole.
+               Logs, traces and reports are written where they lie.
+     model     A directory of Hugging Face: config.json, and the weights in safetensors files, under
+               its names. A rank reads of these what it owns; no rank holds a whole model.
      stream    Data files are one sequence of tokens, in the order given: token p of the stream is
                in the file whose range holds p. Files end nowhere in particular: samples run across.
      shard     A file of tokens of 16 or 32 bits, little-endian: nothing else (raw, as nanoGPT
@@ -98,6 +107,8 @@
 
      checkpoint  A directory of safetensors files, one a rank, and a manifest. What each file holds
                are runs of elements of whole arrays, so that any other mesh finds what it needs.
+     record    What a rank's memory, spans and streams did in a step, copied out of its context:
+               traces and reports are made from it.
 
        operation                      memory                        time
        ft_io_safetensors_open         header + 150 B a tensor       n log n in the tensors
@@ -127,17 +138,21 @@
                                                                     the rank's elements lie
        ft_io_tb_scalar                43 B and its tag, until       8 shifts a byte, twice
                                       _flush
+       ft_io_record_take              80 B an event of memory,      a copy of each; waits for all
+                                      48 B a span, 64 B a work      streams
 
    OWNERSHIP, THREADS, ERRORS
-     What _open or _create gives, the matching _close, _finish or _abandon takes back; pointers into
-     it die with it. Files opened for reading may be used by any number of threads at once; a
-     writer, an emitter, a log (of either kind), a checkpoint or its reader by one at a time (a
-     checkpoint has a thread of its own, which touches nothing of the caller's). Paths, names and keys
-     that are passed in are copied. Fallible functions return ft_status, and ft_last_error() names the
-     file, what is wrong, and where.
+     What _open or _create gives, the matching _close, _finish or _abandon takes back, what _parse
+     gives _free; pointers into it die with it. Files opened for reading may be used by any number
+     of threads at once; a writer, an emitter, a log (of either kind), a checkpoint or its reader by
+     one at a time (a checkpoint has a thread of its own, which touches nothing of the caller's).
+     What parses with cJSON runs in one thread at a time: see ft_io_hf_config_parse. Paths, names
+     and keys that are passed in are copied. Fallible functions return ft_status, and
+     ft_last_error() names the file, what is wrong, and where. A function that takes a ft_ctx is
+     called by that rank's thread, and where it says collective, by all ranks.
 
    LETTERS  B batch of a rank, T tokens of a sequence, G samples of the global batch, N windows,
-            R ranks, M micro-batches.
+            R ranks, M micro-batches, W ranks of the world.
 
    License: MIT, see LICENSE. */
 
@@ -319,6 +334,7 @@ FT_API int64_t ft_io_hf_index_count(const ft_io_hf_index *index);
 FT_API const char *ft_io_hf_index_at(const ft_io_hf_index *index, int64_t i, const char **file);
 /* Tensor number i, sorted by name, and, unless NULL, its file; NULL outside 0..count-1. */
 FT_API void ft_io_hf_index_free(ft_io_hf_index *index);
+/* NULL is allowed. */
 
 /* ------------------------------------------------------------------------------------- >>model */
 
@@ -717,9 +733,10 @@ typedef struct ft_io_entry { /* a checkpoint of a directory */
 } ft_io_entry;
 
 FT_API ft_status ft_io_checkpoint_list(const char *dir, int64_t *n, ft_io_entry **entries);
-/* What looks like a checkpoint, the last written first; free *entries with FT_FREE, or
-   ft_io_checkpoint_list_free. A directory that is not there has none. */
+/* What looks like a checkpoint, the last written first; ft_io_checkpoint_list_free frees *entries.
+   A directory that is not there has none. */
 FT_API void ft_io_checkpoint_list_free(ft_io_entry *entries);
+/* NULL is allowed. */
 
 typedef struct ft_io_reader ft_io_reader;
 
@@ -742,6 +759,9 @@ typedef struct ft_io_checkpoint_config {
     double timeout_s;   /* rank 0 waits so long for a part that does not come; 0: 600 */
     int blocking;       /* 1: _commit writes, rather than a thread behind it */
 } ft_io_checkpoint_config;
+
+FT_API ft_io_checkpoint_config ft_io_checkpoint_config_default(void);
+/* All 0; dir, which must be set, is NULL. */
 
 typedef struct ft_io_checkpoint ft_io_checkpoint;
 
@@ -814,6 +834,8 @@ typedef struct ft_io_resume {
     void *user;
 } ft_io_resume;
 
+FT_API ft_io_resume ft_io_resume_default(void);
+/* All 0; dir or path must be set. */
 FT_API ft_status ft_io_llama_resume(ft_ctx *ctx, const ft_io_resume *from, ft_llama *model,
                                     const ft_llama_config *config, ft_zero *zero,
                                     ft_io_manifest **manifest);
@@ -841,7 +863,7 @@ typedef struct ft_io_json ft_io_json;
 FT_API ft_status ft_io_json_create(FILE *file, const char *name, ft_io_json **out);
 /* Emits into an open file, which stays the caller's; `name` stands for it in messages. */
 FT_API ft_status ft_io_json_open(const char *path, ft_io_json **out);
-/* Emits into a new file. */
+/* Emits into a new file, or over an old one. */
 FT_API void ft_io_json_begin_object(ft_io_json *json);
 FT_API void ft_io_json_end_object(ft_io_json *json);
 FT_API void ft_io_json_begin_array(ft_io_json *json);
@@ -953,15 +975,16 @@ FT_API ft_status ft_io_record_take(ft_ctx *ctx, ft_io_record *record);
    streams. */
 FT_API void ft_io_record_free(ft_io_record *record);
 FT_API void ft_io_record_overlap(const ft_io_record *record, double *traffic_s, double *under_s);
-/* Of gathers, reductions and pipeline exchanges beside compute (works on those streams): how long they took, and how much of that
-   lies under compute (ops on that stream). What is not under compute, the rank waited for. */
+/* Of gathers, reductions and pipeline exchanges beside compute (works on those streams): how long
+   they took, and how much of that lies under compute (ops on that stream). What is not under
+   compute, the rank waited for. */
 
 /* ------------------------------------------------------------------------------------- >>trace */
 
 FT_API ft_status ft_io_trace_write(const char *path, int n, const ft_io_record *records);
 /* Trace Event Format (JSON) for chrome://tracing and ui.perfetto.dev: a process a rank; its spans
-   (times of the host) and what each stream did (times of the device) as slices of a thread each, its
-   bytes by tag as a counter. Times in microseconds. */
+   (times of the host) and what each stream did (times of the device) as slices of a thread each,
+   its bytes by tag as a counter. Times in microseconds. */
 
 /* ------------------------------------------------------------------------------------ >>report */
 
@@ -1306,14 +1329,20 @@ static int ft__io_write(int fd, const void *from, size_t bytes, size_t *written)
 }
 
 #if defined(FT_CJSON) || defined(FEMTOTRON_LLAMA_H)
-/* DIRECTORY/NAME, to be freed. */
-static ft_status ft__io_inside(const char *directory, const char *name, char **path)
+/* DIRECTORY/NAME, to be freed; NULL without memory. */
+static char *ft__io_join(const char *directory, const char *name)
 {
     const size_t n = strlen(directory), room = n + strlen(name) + 2;
-    *path = (char *)FT_MALLOC(room);
-    if (*path == NULL) return ft__io_oom(directory, room);
-    snprintf(*path, room, "%s%s%s", directory, n > 0 && directory[n - 1] == '/' ? "" : "/", name);
-    return FT_OK;
+    char *path = (char *)FT_MALLOC(room);
+    if (path == NULL) return NULL;
+    snprintf(path, room, "%s%s%s", directory, n > 0 && directory[n - 1] == '/' ? "" : "/", name);
+    return path;
+}
+
+static ft_status ft__io_inside(const char *directory, const char *name, char **path)
+{
+    *path = ft__io_join(directory, name);
+    return *path != NULL ? FT_OK : ft__io_oom(directory, strlen(directory) + strlen(name) + 2);
 }
 #endif
 
@@ -1329,6 +1358,39 @@ static int ft__io_rename(const char *from, const char *to)
     const int error = FT_IO_FAULT("rename");
     if (error != 0) errno = error;
     return error != 0 ? -1 : rename(from, to);
+}
+
+static ft_status ft__io_refused(const char *path, const char *what)
+{
+    return ft_error(FT_ERR_IO, "%s: cannot %s: %s", path, what, strerror(errno));
+}
+
+static int ft__io_mkdir(const char *path)
+{
+    const int error = FT_IO_FAULT("mkdir");
+    if (error != 0) errno = error;
+    return error != 0 ? -1 : mkdir(path, 0777);
+}
+
+/* The directory and those above it. */
+static ft_status ft__io_mkdirs(const char *path)
+{
+    struct stat info;
+    char *copy = ft__io_copy(path);
+    if (copy == NULL) return ft__io_oom(path, strlen(path) + 1);
+    for (char *c = copy + 1; *c != 0; c++) {
+        if (*c != '/') continue;
+        *c = 0;
+        (void)mkdir(copy, 0777); /* what is wrong shows at the last one */
+        *c = '/';
+    }
+    FT_FREE(copy);
+    if (ft__io_mkdir(path) == 0) return FT_OK;
+    if (errno != EEXIST) return ft__io_refused(path, "make the directory");
+    if (stat(path, &info) != 0 || !S_ISDIR(info.st_mode))
+        return ft_error(FT_ERR_IO, "%s: cannot make the directory: what is there is no directory",
+                        path);
+    return FT_OK;
 }
 
 /* -------------------------------------------------------------------------------- >>utf8.impl */
@@ -3890,6 +3952,745 @@ FT_API const ft_io_tensor *ft_io_model_find(const ft_io_model *model, const char
 
 #endif /* FT_CJSON */
 
+/* ----------------------------------------------------------------------------- >>hf llama.impl */
+
+#ifdef FEMTOTRON_LLAMA_H
+
+#include <dirent.h>
+
+FT_API ft_status ft_io_llama_config(const ft_io_hf_config *config, const char *where,
+                                    int64_t tokens, ft_llama_config *model)
+{
+    if (config == NULL || where == NULL || model == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_config: config, where and model must not be NULL");
+    FT_TRY(ft_io_hf_config_check_length(config, where, tokens));
+    *model = ft_llama_config_default();
+    model->vocab = config->vocab;
+    model->hidden = config->hidden;
+    model->layers = config->layers;
+    model->heads = config->heads;
+    model->kv_heads = config->kv_heads;
+    model->head_dim = config->head_dim;
+    model->intermediate = config->intermediate;
+    model->tie_embeddings = config->tie_embeddings;
+    model->qkv_bias = config->qkv_bias;
+    model->o_bias = config->o_bias;
+    model->mlp_bias = config->mlp_bias;
+    model->qk_norm = config->qk_norm;
+    model->norm_eps = config->norm_eps;
+    model->rope_theta = config->rope_theta;
+    model->rope_scaling = config->rope_scaling;
+    if (config->init_std > 0) model->init_std = config->init_std;
+    return ft_llama_check(model);
+}
+
+FT_API ft_status ft_io_llama_hf_config(const ft_llama_config *model, const ft_io_hf_config *like,
+                                       ft_io_hf_config *config)
+{
+    int family = FT__IO_LLAMA;
+    ft_llama_config checked;
+    if (model == NULL || config == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_hf_config: model and config must not be NULL");
+    checked = *model;
+    FT_TRY(ft_llama_check(&checked));
+    model = &checked; /* without zeros that stand for defaults */
+    *config = like != NULL ? *like : ft_io_hf_config_default();
+    config->vocab = model->vocab;
+    config->hidden = model->hidden;
+    config->layers = model->layers;
+    config->heads = model->heads;
+    config->kv_heads = model->kv_heads;
+    config->head_dim = model->head_dim;
+    config->intermediate = model->intermediate;
+    config->tie_embeddings = model->tie_embeddings != 0;
+    config->qkv_bias = model->qkv_bias != 0;
+    config->o_bias = model->o_bias != 0;
+    config->mlp_bias = model->mlp_bias != 0;
+    config->qk_norm = model->qk_norm != 0;
+    config->norm_eps = model->norm_eps;
+    config->rope_theta = model->rope_theta;
+    config->rope_scaling = model->rope_scaling;
+    if (config->full_layers >= config->layers) config->sliding_window = config->full_layers = 0;
+    if (like == NULL) {
+        if (model->init_std > 0) config->init_std = model->init_std;
+        while (family < FT__IO_FAMILIES && ft__io_hf_unsayable(config, family) != NULL) family++;
+        if (family < FT__IO_FAMILIES)
+            snprintf(config->model_type, sizeof config->model_type, "%s",
+                     ft__io_family_types[family]);
+    }
+    return ft__io_hf_check(config, "the model", &family);
+}
+
+/* ---- in ---- */
+
+#ifdef FT_CJSON
+
+#define FT__IO_FLOATS ((int64_t)1 << 18) /* of a piece, 1 MiB of them */
+
+typedef struct ft__io_in {
+    ft_zero *zero;
+    ft__io_reader reader;
+    float *values;           /* [FT__IO_FLOATS] */
+    const ft__io_weight *w;
+    ft_tensor *tensor;
+    int64_t at;              /* where values[0] belongs in `tensor` */
+    int64_t n;
+} ft__io_in;
+
+static ft_status ft__io_in_flush(ft__io_in *l)
+{
+    if (l->n > 0) FT_TRY(ft_zero_state_write(l->zero, l->tensor, 0, l->at, l->n, l->values));
+    l->at += l->n;
+    l->n = 0;
+    return FT_OK;
+}
+
+/* Elements first..first+n-1 of the file's tensor, to the end of the values. */
+static ft_status ft__io_in_run(ft__io_in *l, int64_t first, int64_t n)
+{
+    const ft_io_dtype dtype = l->w->tensor->dtype;
+    const size_t wide = (size_t)ft_io_dtype_bits(dtype) / 8;
+    const int64_t most = (int64_t)(FT__IO_PIECE / wide);
+    for (int64_t k; n > 0; first += k, n -= k) {
+        if (l->n == FT__IO_FLOATS) FT_TRY(ft__io_in_flush(l));
+        k = FT__IO_FLOATS - l->n < n ? FT__IO_FLOATS - l->n : n;
+        if (k > most) k = most;
+        void *to = dtype == FT_IO_F32 ? (void *)(l->values + l->n) : (void *)l->reader.bytes;
+        FT_TRY(ft__io_reader_read(&l->reader, l->w, (size_t)first * wide, (size_t)k * wide, to));
+        if (dtype != FT_IO_F32) ft__io_floats(dtype, to, k, l->values + l->n);
+        l->n += k;
+    }
+    return FT_OK;
+}
+
+/* Runs of a few KiB, as columns are cut: as many as fit come in one read, gaps and all. A gap of
+   16 KiB costs about what a call costs. */
+static ft_status ft__io_in_strided(ft__io_in *l, const ft_llama_run *run)
+{
+    const ft_io_dtype dtype = l->w->tensor->dtype;
+    const int64_t wide = ft_io_dtype_bits(dtype) / 8, piece = (int64_t)FT__IO_PIECE;
+    int64_t together = 1 + (piece - run->n * wide) / (run->stride * wide);
+    if ((run->stride - run->n) * wide > 16384 || run->n * wide > piece) together = 1;
+    for (int64_t i = 0, k; i < run->count; i += k) {
+        const int64_t first = run->first + i * run->stride;
+        k = run->count - i < together ? run->count - i : together;
+        if (k == 1 || run->n > FT__IO_FLOATS) {
+            k = 1;
+            FT_TRY(ft__io_in_run(l, first, run->n));
+            continue;
+        }
+        FT_TRY(ft__io_reader_read(&l->reader, l->w, (size_t)(first * wide),
+                                  (size_t)(((k - 1) * run->stride + run->n) * wide),
+                                  l->reader.bytes));
+        for (int64_t j = 0; j < k; j++) {
+            if (l->n + run->n > FT__IO_FLOATS) FT_TRY(ft__io_in_flush(l));
+            ft__io_floats(dtype, l->reader.bytes + j * run->stride * wide, run->n,
+                          l->values + l->n);
+            l->n += run->n;
+        }
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_in_piece(ft__io_in *l, const ft_llama_piece *piece)
+{
+    l->tensor = piece->tensor;
+    l->at = piece->first;
+    l->n = 0;
+    for (int r = 0; r < piece->n_runs; r++) {
+        if (piece->run[r].count == 1)
+            FT_TRY(ft__io_in_run(l, piece->run[r].first, piece->run[r].n));
+        else FT_TRY(ft__io_in_strided(l, &piece->run[r]));
+    }
+    return ft__io_in_flush(l);
+}
+
+/* The source must be of the model's shape before anything is changed. */
+static ft_status ft__io_in_check(const ft_llama *model, const ft_io_model *source)
+{
+    const int n = ft_llama_param_count(model);
+    char found[128], wanted[128];
+    for (int i = 0; i < n; i++) {
+        const ft_llama_param *p = ft_llama_param_at(model, i);
+        const ft_io_tensor *t = ft_io_model_find(source, p->name);
+        if (t == NULL)
+            return ft_error(FT_ERR_DATA, "%s: has no tensor \"%s\", which the model has",
+                            source->directory, p->name);
+        if (t->ndim == p->ndim && t->shape[0] == p->shape[0] &&
+            (t->ndim == 1 || t->shape[1] == p->shape[1]))
+            continue;
+        ft__io_shape_text(t->ndim, t->shape, found);
+        ft__io_shape_text(p->ndim, p->shape, wanted);
+        return ft_error(FT_ERR_DATA, "%s: tensor \"%s\" is %s, the model's is %s",
+                        source->directory, p->name, found, wanted);
+    }
+    if (ft_io_model_count(source) == n) return FT_OK;
+    for (int64_t i = 0; i < ft_io_model_count(source); i++)
+        if (ft_llama_param_find(model, ft_io_model_at(source, i)->name) == NULL)
+            return ft_error(FT_ERR_DATA, "%s: tensor \"%s\" is none of the model's",
+                            source->directory, ft_io_model_at(source, i)->name);
+    return FT_OK;
+}
+
+FT_API ft_status ft_io_llama_load(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
+                                  const ft_io_model *source)
+{
+    ft__io_in l;
+    ft_llama_piece piece;
+    if (ctx == NULL || zero == NULL || model == NULL || source == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_load: no argument may be NULL");
+    FT_TRY(ft__io_in_check(model, source));
+    memset(&l, 0, sizeof l);
+    l.zero = zero;
+    FT_TRY(ft__io_reader_begin(&l.reader, source));
+    l.values = (float *)FT_MALLOC((size_t)FT__IO_FLOATS * sizeof *l.values);
+    ft_status status = l.values != NULL ? FT_OK : ft__io_oom(source->directory, FT__IO_PIECE);
+    for (int i = 0; i < ft_llama_param_count(model) && status == FT_OK; i++) {
+        const ft_llama_param *p = ft_llama_param_at(model, i);
+        l.w = ft__io_weight_find(source, p->name);
+        status = ft_llama_owned(model, p, &piece);
+        if (status == FT_OK && piece.elems > 0 && ft_ctx_device(ctx) != FT_META)
+            status = ft__io_in_piece(&l, &piece);
+    }
+    FT_FREE(l.values);
+    ft__io_reader_end(&l.reader);
+    return status == FT_OK ? ft_zero_state_commit(zero) : status;
+}
+
+#endif /* FT_CJSON */
+
+/* ---- out ---- */
+
+FT_API ft_io_export ft_io_export_default(void)
+{
+    ft_io_export options;
+    memset(&options, 0, sizeof options);
+    return options;
+}
+
+static const char ft__io_list_name[] = "femtotron_export.txt";
+static const char ft__io_list_head[] = "The files of an export, which another one may replace:";
+
+/* The text of an earlier export's list in a directory, or NULL in *text; to be freed. */
+static ft_status ft__io_list_read(const char *directory, char **text)
+{
+    ft__io_map map;
+    char *path = NULL;
+    const size_t head = sizeof ft__io_list_head - 1;
+    *text = NULL;
+    FT_TRY(ft__io_inside(directory, ft__io_list_name, &path));
+    if (access(path, F_OK) == 0 && ft__io_map_open(path, &map) == FT_OK) {
+        if (map.bytes >= head && map.bytes < (1 << 20) &&
+            memcmp(map.base, ft__io_list_head, head) == 0 &&
+            memchr(map.base, 0, map.bytes) == NULL) {
+            *text = (char *)FT_MALLOC(map.bytes + 1);
+            if (*text != NULL) {
+                memcpy(*text, map.base, map.bytes);
+                (*text)[map.bytes] = 0;
+            }
+        }
+        ft__io_map_close(&map);
+    }
+    FT_FREE(path);
+    return FT_OK;
+}
+
+/* 1 if `name` is a line of the list (or the list). */
+static int ft__io_list_has(const char *text, const char *name)
+{
+    const size_t n = strlen(name);
+    if (text == NULL) return 0;
+    if (strcmp(name, ft__io_list_name) == 0) return 1;
+    for (const char *line = strchr(text, '\n'); line != NULL; line = strchr(line + 1, '\n'))
+        if (strncmp(line + 1, name, n) == 0 && line[1 + n] == '\n') return 1;
+    return 0;
+}
+
+/* DIRECTORY without the slashes at its end, to be freed. */
+static ft_status ft__io_bare(const char *directory, char **bare)
+{
+    if (directory == NULL || directory[0] == 0)
+        return ft_error(FT_ERR_ARG, "an export needs the name of a directory");
+    *bare = ft__io_copy(directory);
+    if (*bare == NULL) return ft__io_oom(directory, strlen(directory) + 1);
+    for (size_t n = strlen(*bare); n > 1 && (*bare)[n - 1] == '/'; n--) (*bare)[n - 1] = 0;
+    return FT_OK;
+}
+
+static ft_status ft__io_export_entries(const char *directory, DIR *entries, const char *list)
+{
+    for (struct dirent *e; (e = readdir(entries)) != NULL;) {
+        if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
+        if (list == NULL)
+            return ft_error(FT_ERR_IO, "%s: is not empty (it has %s) and is no earlier export (%s "
+                            "is not in it): export to another directory", directory,
+                            ft__io_show(e->d_name).text, ft__io_list_name);
+        if (!ft__io_list_has(list, e->d_name))
+            return ft_error(FT_ERR_IO, "%s: has %s, which no export wrote: nothing is replaced; "
+                            "move it, or export to another directory", directory,
+                            ft__io_show(e->d_name).text);
+    }
+    return FT_OK;
+}
+
+/* BARE + what, with the first N that is free; a directory, if `make`. To be freed. */
+static ft_status ft__io_out_beside(const char *bare, const char *what, int make, char **out)
+{
+    const size_t room = strlen(bare) + 64;
+    char *name = (char *)FT_MALLOC(room);
+    struct stat info;
+    int done = 0;
+    if (name == NULL) return ft__io_oom(bare, room);
+    errno = EEXIST;
+    for (int i = 0; !done && errno == EEXIST && i < 10000; i++) {
+        snprintf(name, room, "%s.%s-%ld-%d", bare, what, (long)getpid(), i);
+        if (make) done = ft__io_mkdir(name) == 0;
+        else if (!(done = stat(name, &info) != 0 && errno == ENOENT)) errno = EEXIST;
+    }
+    *out = name;
+    if (done) return FT_OK;
+    const ft_status status = ft_error(FT_ERR_IO, "%s: cannot create a directory beside it: %s",
+                                      bare, strerror(errno));
+    FT_FREE(name);
+    *out = NULL;
+    return status;
+}
+
+/* The last two steps of an export, tried with an empty directory: one beside it, and its place. A
+   mounted directory can be written into, but not replaced. */
+static ft_status ft__io_export_place(const char *bare, int replaced)
+{
+    struct stat info, here;
+    char *probe = NULL;
+    FT_TRY(ft__io_out_beside(bare, "tmp", 1, &probe));
+    ft_status status = FT_OK;
+    int mounted = 0;
+    if (lstat(bare, &info) == 0 && S_ISDIR(info.st_mode)) {
+        mounted = lstat(probe, &here) == 0 && here.st_dev != info.st_dev;
+        if (!mounted && !replaced) mounted = ft__io_rename(probe, bare) != 0 && errno == EBUSY;
+    }
+    if (mounted)
+        status = ft_error(FT_ERR_IO, "%s: is where a file system is mounted, and cannot be "
+                          "replaced: export to a directory inside it", bare);
+    (void)rmdir(probe); /* not there any more where it was renamed */
+    FT_FREE(probe);
+    return status;
+}
+
+FT_API ft_status ft_io_export_check(const char *directory)
+{
+    char *bare = NULL, *list = NULL;
+    struct stat info;
+    FT_TRY(ft__io_bare(directory, &bare));
+    ft_status status = FT_OK;
+    if (stat(bare, &info) == 0 && !S_ISDIR(info.st_mode)) {
+        status = ft_error(FT_ERR_IO, "%s: is a file, not a directory", bare);
+    } else if (stat(bare, &info) == 0) {
+        DIR *entries = opendir(bare);
+        if (entries == NULL)
+            status = ft_error(FT_ERR_IO, "%s: cannot be read: %s", bare, strerror(errno));
+        if (status == FT_OK) status = ft__io_list_read(bare, &list);
+        if (status == FT_OK) status = ft__io_export_entries(bare, entries, list);
+        if (entries != NULL) closedir(entries);
+    } else if (errno != ENOENT) {
+        status = ft_error(FT_ERR_IO, "%s: cannot be written: %s", bare, strerror(errno));
+    }
+    if (status == FT_OK) status = ft__io_export_place(bare, list != NULL);
+    FT_FREE(list);
+    FT_FREE(bare);
+    return status;
+}
+
+typedef struct ft__io_out { /* of an export, on every rank */
+    ft_ctx *ctx;
+    ft_zero *zero;
+    ft_llama *model;
+    ft_group *world;
+    ft_io_dtype dtype;
+    int64_t *pieces;         /* [R, FT__IO_PIECE_WORDS] of a parameter */
+    float *part;             /* [FT__IO_PART] */
+    /* Rank 0 alone. */
+    float *values;           /* [largest tensor] */
+    const char *name;        /* of the tensor in values */
+    char *temporary;         /* the directory that is written */
+    ft__io_text list;
+} ft__io_out;
+
+#define FT__IO_PART ((int64_t)1 << 18) /* elements that travel at a time */
+enum { FT__IO_PIECE_WORDS = 2 + 4 * FT_LLAMA_MAX_RUNS };
+
+/* Everyone learns what everyone stores of a parameter: elems, n_runs, then first, n, stride and
+   count of each run. */
+static ft_status ft__io_out_pieces(ft__io_out *o, const ft_llama_piece *piece)
+{
+    const int64_t words = FT__IO_PIECE_WORDS, halves = 2 * words;
+    int64_t mine[FT__IO_PIECE_WORDS], all = halves * ft_world(o->ctx);
+    ft_stream *stream = ft_stream_get(o->ctx, FT_STREAM_COMPUTE);
+    ft_tensor *own, *every;
+    memset(mine, 0, sizeof mine);
+    mine[0] = piece->elems;
+    mine[1] = piece->n_runs;
+    for (int r = 0; r < piece->n_runs; r++) {
+        mine[2 + 4 * r] = piece->run[r].first;
+        mine[3 + 4 * r] = piece->run[r].n;
+        mine[4 + 4 * r] = piece->run[r].stride;
+        mine[5 + 4 * r] = piece->run[r].count;
+    }
+    FT_TRY(ft_tensor_create(o->ctx, &own, FT_I32, 1, &halves, FT_TAG_COMM));
+    FT_TRY(ft_tensor_create(o->ctx, &every, FT_I32, 1, &all, FT_TAG_COMM));
+    FT_TRY(ft_upload(own, mine));
+    FT_TRY(ft_all_gather(o->world, stream, own, every));
+    FT_TRY(ft_download(every, o->pieces));
+    ft_tensor_free(own);
+    ft_tensor_free(every);
+    return FT_OK;
+}
+
+/* values = part[n], which is elements at..at+n-1 of a rank's piece, in the places that its runs
+   say. */
+static void ft__io_out_place(const int64_t *piece, int64_t at, int64_t n, const float *part,
+                             float *values)
+{
+    for (int64_t r = 0; r < piece[1] && n > 0; r++) {
+        const int64_t first = piece[2 + 4 * r], wide = piece[3 + 4 * r];
+        const int64_t stride = piece[4 + 4 * r], all = wide * piece[5 + 4 * r];
+        for (; at < all && n > 0;) {
+            const int64_t left = wide - at % wide, k = left < n ? left : n;
+            memcpy(values + first + at / wide * stride + at % wide, part,
+                   (size_t)k * sizeof *part);
+            at += k;
+            n -= k;
+            part += k;
+        }
+        at -= all;
+    }
+}
+
+/* A parameter, whole, to rank 0: each rank sends what it stores, in pieces, by order of ranks. */
+static ft_status ft__io_out_collect(ft__io_out *o, const ft_llama_param *p)
+{
+    const int me = ft_rank(o->ctx);
+    ft_stream *stream = ft_stream_get(o->ctx, FT_STREAM_COMPUTE);
+    ft_llama_piece piece;
+    FT_TRY(ft_llama_stored(o->model, p, &piece));
+    FT_TRY(ft__io_out_pieces(o, &piece));
+    for (int r = 0; r < ft_world(o->ctx); r++) {
+        const int64_t *their = o->pieces + (size_t)r * FT__IO_PIECE_WORDS;
+        if (me != 0 && me != r) continue;
+        for (int64_t at = 0, n; at < their[0]; at += n) {
+            ft_p2p op;
+            n = their[0] - at < FT__IO_PART ? their[0] - at : FT__IO_PART;
+            if (me == r)
+                FT_TRY(ft_zero_state_read(o->zero, piece.tensor, 0, piece.first + at, n, o->part));
+            if (r != 0) {
+                op.peer = me == 0 ? r : 0;
+                op.is_send = me == r;
+                FT_TRY(ft_tensor_create(o->ctx, &op.tensor, FT_F32, 1, &n, FT_TAG_COMM));
+                if (me == r) FT_TRY(ft_upload(op.tensor, o->part));
+                FT_TRY(ft_exchange(o->world, stream, 1, &op));
+                if (me == 0) FT_TRY(ft_download(op.tensor, o->part));
+                ft_tensor_free(op.tensor);
+            }
+            if (me == 0) ft__io_out_place(their, at, n, o->part, o->values);
+        }
+    }
+    return FT_OK;
+}
+
+static void ft__io_round_bf16(const float *values, int64_t n, void *bytes)
+{
+    unsigned char *to = (unsigned char *)bytes;
+    for (int64_t i = 0; i < n; i++) {
+        const uint16_t rounded = ft_bf16_from_f32(values[i]);
+        memcpy(to + 2 * i, &rounded, sizeof rounded);
+    }
+}
+
+static ft_status ft__io_out_fill(void *user, const char *name, size_t offset, size_t bytes,
+                                 void *buffer)
+{
+    ft__io_out *o = (ft__io_out *)user;
+    if (o->name == NULL || strcmp(o->name, name) != 0) {
+        const ft_llama_param *p = ft_llama_param_find(o->model, name);
+        FT_TRY(ft__io_out_collect(o, p));
+        o->name = p->name;
+    }
+    if (o->dtype == FT_IO_F32) memcpy(buffer, (const char *)o->values + offset, bytes);
+    else ft__io_round_bf16(o->values + offset / 2, (int64_t)(bytes / 2), buffer);
+    return FT_OK;
+}
+
+static ft_status ft__io_out_note(ft__io_out *o, const char *name)
+{
+    ft_io_json text;
+    memset(&text, 0, sizeof text);
+    text.text = o->list;
+    ft__io_json_put(&text, name, strlen(name));
+    ft__io_json_put(&text, "\n", 1);
+    o->list = text.text;
+    return text.status == FT_OK ? FT_OK : ft__io_oom(o->temporary, o->list.n);
+}
+
+static size_t ft__io_out_bytes(const ft__io_out *o, const ft_llama_param *p)
+{
+    return (size_t)(p->shape[0] * p->shape[1]) * (o->dtype == FT_IO_F32 ? 4 : 2);
+}
+
+/* The first parameter of the file after that of `first`: as many as fit, one at least. */
+static int ft__io_out_cut(const ft__io_out *o, int first, size_t most)
+{
+    size_t bytes = 0;
+    int i = first;
+    for (; i < ft_llama_param_count(o->model); i++) {
+        const size_t more = ft__io_out_bytes(o, ft_llama_param_at(o->model, i));
+        if (i > first && (more > most || bytes > most - more)) break;
+        bytes += more;
+    }
+    return i;
+}
+
+static ft_status ft__io_out_file(ft__io_out *o, const char *name, int first, int end)
+{
+    char *path;
+    ft_io_safetensors_writer *writer = NULL;
+    FT_TRY(ft__io_out_note(o, name));
+    FT_TRY(ft__io_inside(o->temporary, name, &path));
+    ft_status status = ft_io_safetensors_create(path, &writer);
+    FT_FREE(path);
+    if (status == FT_OK) status = ft_io_safetensors_set_metadata(writer, "format", "pt");
+    for (int i = first; i < end && status == FT_OK; i++) {
+        const ft_llama_param *p = ft_llama_param_at(o->model, i);
+        status = ft_io_safetensors_add_fill(writer, p->name, o->dtype, p->ndim, p->shape,
+                                            ft__io_out_fill, o);
+    }
+    if (status == FT_OK) return ft_io_safetensors_finish(writer);
+    ft_io_safetensors_abandon(writer);
+    return status;
+}
+
+static void ft__io_out_shard_name(int k, int shards, char name[64])
+{
+    if (shards == 1) snprintf(name, 64, "model.safetensors");
+    else snprintf(name, 64, "model-%05d-of-%05d.safetensors", k + 1, shards);
+}
+
+static ft_status ft__io_out_index(ft__io_out *o, int shards, size_t most)
+{
+    const int n = ft_llama_param_count(o->model);
+    char name[64], *path;
+    ft_io_json json;
+    int64_t elems = 0;
+    for (int i = 0; i < n; i++) {
+        const ft_llama_param *p = ft_llama_param_at(o->model, i);
+        elems += p->shape[0] * p->shape[1];
+    }
+    memset(&json, 0, sizeof json);
+    json.indent = 1;
+    ft_io_json_begin_object(&json);
+    ft_io_json_key(&json, "metadata");
+    ft_io_json_begin_object(&json);
+    ft__io_hf_put_int(&json, "total_parameters", elems);
+    ft__io_hf_put_int(&json, "total_size", elems * (o->dtype == FT_IO_F32 ? 4 : 2));
+    ft_io_json_end_object(&json);
+    ft_io_json_key(&json, "weight_map");
+    ft_io_json_begin_object(&json);
+    for (int k = 0, i = 0; k < shards; k++) {
+        const int end = ft__io_out_cut(o, i, most);
+        ft__io_out_shard_name(k, shards, name);
+        for (; i < end; i++)
+            ft__io_hf_put_string(&json, ft_llama_param_at(o->model, i)->name, name);
+    }
+    ft_io_json_end_object(&json);
+    ft_io_json_end_object(&json);
+    ft_status status = ft__io_inside(o->temporary, "model.safetensors.index.json", &path);
+    if (status != FT_OK) {
+        FT_FREE(json.text.bytes);
+        return status;
+    }
+    status = ft__io_json_to_file(&json, path);
+    FT_FREE(path);
+    return status == FT_OK ? ft__io_out_note(o, "model.safetensors.index.json") : status;
+}
+
+static ft_status ft__io_out_weights(ft__io_out *o, size_t most)
+{
+    const int n = ft_llama_param_count(o->model);
+    char name[64];
+    int shards = 0;
+    for (int i = 0; i < n; i = ft__io_out_cut(o, i, most)) shards++;
+    for (int k = 0, i = 0; k < shards; k++) {
+        const int end = ft__io_out_cut(o, i, most);
+        ft__io_out_shard_name(k, shards, name);
+        FT_TRY(ft__io_out_file(o, name, i, end));
+        i = end;
+    }
+    return shards > 1 ? ft__io_out_index(o, shards, most) : FT_OK;
+}
+
+/* What belongs to a model beside its weights; each is copied where it is there. */
+static ft_status ft__io_out_copy(ft__io_out *o, const char *from)
+{
+    static const char *const names[] = {
+        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+        "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
+        "chat_template.json", "generation_config.json"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        char *source = NULL, *target = NULL;
+        ft__io_map map;
+        FT_TRY(ft__io_inside(from, names[i], &source));
+        if (access(source, F_OK) != 0) {
+            FT_FREE(source);
+            continue;
+        }
+        ft_status status = ft__io_inside(o->temporary, names[i], &target);
+        if (status == FT_OK) status = ft__io_map_open(source, &map);
+        if (status == FT_OK) {
+            status = ft__io_bytes_to_file(target, map.base, map.bytes);
+            ft__io_map_close(&map);
+        }
+        FT_FREE(source);
+        FT_FREE(target);
+        FT_TRY(status);
+        FT_TRY(ft__io_out_note(o, names[i]));
+    }
+    return FT_OK;
+}
+
+static ft_status ft__io_out_directory(ft__io_out *o, const ft_io_hf_config *config,
+                                      const ft_io_export *options)
+{
+    const int64_t most = options->max_shard_bytes > 0 ? options->max_shard_bytes : 5000000000LL;
+    char *path;
+    FT_TRY(ft__io_out_note(o, ft__io_list_head));
+    FT_TRY(ft__io_out_weights(o, (size_t)most));
+    FT_TRY(ft__io_inside(o->temporary, "config.json", &path));
+    ft_status status = ft_io_hf_config_write(config, path);
+    FT_FREE(path);
+    FT_TRY(status);
+    FT_TRY(ft__io_out_note(o, "config.json"));
+    if (options->copy_from != NULL) FT_TRY(ft__io_out_copy(o, options->copy_from));
+    FT_TRY(ft__io_inside(o->temporary, ft__io_list_name, &path));
+    status = ft__io_bytes_to_file(path, o->list.bytes, o->list.n);
+    FT_FREE(path);
+    return status;
+}
+
+/* Removes an export's directory: what its list names, the list, itself. Whatever else is in it
+   stays, and then so does the directory. `listed` 0: all files, of one that is not finished. */
+static void ft__io_out_remove(const char *directory, int listed)
+{
+    char *list = NULL, *path;
+    DIR *entries = opendir(directory);
+    if (listed) (void)ft__io_list_read(directory, &list);
+    for (struct dirent *e; entries != NULL && (e = readdir(entries)) != NULL;) {
+        if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
+        if (listed && !ft__io_list_has(list, e->d_name)) continue;
+        if (ft__io_inside(directory, e->d_name, &path) != FT_OK) continue;
+        unlink(path);
+        FT_FREE(path);
+    }
+    if (entries != NULL) closedir(entries);
+    if (rmdir(directory) != 0 && errno == ENOTDIR) unlink(directory); /* a link to one */
+    FT_FREE(list);
+}
+
+/* temporary -> bare. rename() puts it over an empty directory; another one is moved away first, and
+   back if the second rename fails. */
+static ft_status ft__io_out_rename(const char *temporary, const char *bare)
+{
+    char *old = NULL;
+    int directory = -1;
+    FT_TRY(ft__io_open_directory(temporary, &directory)); /* the same as bare's */
+    ft_status status = FT_OK;
+    if (ft__io_rename(temporary, bare) != 0) {
+        status = ft_io_export_check(bare);
+        if (status == FT_OK) status = ft__io_out_beside(bare, "old", 0, &old);
+        if (status == FT_OK && ft__io_rename(bare, old) != 0)
+            status = ft_error(FT_ERR_IO, "%s: cannot be replaced: %s", bare, strerror(errno));
+        if (status == FT_OK && ft__io_rename(temporary, bare) != 0) {
+            status = ft_error(FT_ERR_IO, "%s: cannot rename %s to it: %s", bare, temporary,
+                              strerror(errno));
+            (void)rename(old, bare);
+        }
+        if (status == FT_OK) ft__io_out_remove(old, 1);
+    }
+    if (status == FT_OK) status = ft__io_sync_directory(bare, directory);
+    if (directory >= 0) close(directory);
+    FT_FREE(old);
+    return status;
+}
+
+static ft_status ft__io_out_write(ft__io_out *o, const char *directory,
+                                  const ft_io_hf_config *config, const ft_io_export *options)
+{
+    char *bare = NULL;
+    FT_TRY(ft_io_export_check(directory));
+    FT_TRY(ft__io_bare(directory, &bare));
+    ft_status status = ft__io_out_beside(bare, "tmp", 1, &o->temporary);
+    if (status == FT_OK) status = ft__io_out_directory(o, config, options);
+    if (status == FT_OK) status = ft__io_out_rename(o->temporary, bare);
+    if (status != FT_OK && o->temporary != NULL) {
+        char message[1024];
+        snprintf(message, sizeof message, "%s", ft_last_error());
+        ft__io_out_remove(o->temporary, 0);
+        status = ft_error(status, "%s", message);
+    }
+    FT_FREE(o->temporary);
+    FT_FREE(o->list.bytes);
+    FT_FREE(bare);
+    return status;
+}
+
+FT_API ft_status ft_io_llama_export(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
+                                    const char *directory, const ft_io_export *options)
+{
+    ft__io_out o;
+    ft_io_hf_config config;
+    int64_t most = 1;
+    if (ctx == NULL || zero == NULL || model == NULL || directory == NULL || options == NULL)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_export: no argument may be NULL");
+    if ((options->dtype != FT_IO_F32 && options->dtype != FT_IO_BF16) ||
+        options->max_shard_bytes < 0)
+        return ft_error(FT_ERR_ARG, "ft_io_llama_export: dtype %s, %lld bytes a file: F32 or BF16, "
+                        "and 0 (the default) or more", ft_io_dtype_name(options->dtype),
+                        (long long)options->max_shard_bytes);
+    FT_TRY(ft_io_llama_hf_config(ft_llama_config_get(model), options->like, &config));
+    if (config.max_positions == 0) config.max_positions = options->max_positions;
+    snprintf(config.dtype, sizeof config.dtype, "%s",
+             options->dtype == FT_IO_F32 ? "float32" : "bfloat16");
+    if (ft_ctx_device(ctx) == FT_META) return FT_OK;
+    memset(&o, 0, sizeof o);
+    o.ctx = ctx;
+    o.zero = zero;
+    o.model = model;
+    o.world = options->world;
+    o.dtype = options->dtype;
+    if (o.world == NULL)
+        FT_TRY(ft_group_strided(ctx, "export", 0, 1, ft_world(ctx), &o.world));
+    for (int i = 0; i < ft_llama_param_count(model); i++) {
+        const ft_llama_param *p = ft_llama_param_at(model, i);
+        if (p->shape[0] * p->shape[1] > most) most = p->shape[0] * p->shape[1];
+    }
+    o.pieces = (int64_t *)ft_host_alloc(ctx, (size_t)ft_world(ctx) * FT__IO_PIECE_WORDS *
+                                                 sizeof *o.pieces);
+    o.part = (float *)ft_host_alloc(ctx, (size_t)FT__IO_PART * sizeof *o.part);
+    if (o.pieces == NULL || o.part == NULL) return FT_ERR_OOM;
+    if (ft_rank(ctx) == 0) {
+        o.values = (float *)ft_host_alloc(ctx, (size_t)most * sizeof *o.values);
+        if (o.values == NULL) return FT_ERR_OOM;
+        FT_TRY(ft__io_out_write(&o, directory, &config, options));
+        ft_host_free(ctx, o.values);
+    } else {
+        for (int i = 0; i < ft_llama_param_count(model); i++)
+            FT_TRY(ft__io_out_collect(&o, ft_llama_param_at(model, i)));
+    }
+    ft_host_free(ctx, o.part);
+    ft_host_free(ctx, o.pieces);
+    return ft_agree(o.world, "the export", 0); /* all return when rank 0 is done */
+}
+
+#endif /* FEMTOTRON_LLAMA_H */
+
 /* ------------------------------------------------------------------------------- >>tokens.impl */
 
 /* How tokens are stored: ft_io_token's ways first, in its order, then Megatron's others. A negative
@@ -6044,18 +6845,6 @@ FT_API ft_status ft_io_manifest_real(const ft_io_manifest *manifest, const char 
     return FT_OK;
 }
 
-/* DIRECTORY/NAME, to be freed; NULL without memory. */
-static char *ft__io_join(const char *directory, const char *name)
-{
-    const size_t n = strlen(directory), m = strlen(name);
-    char *path = (char *)FT_MALLOC(n + m + 2);
-    if (path == NULL) return NULL;
-    memcpy(path, directory, n);
-    path[n] = '/';
-    memcpy(path + n + 1, name, m + 1);
-    return path;
-}
-
 /* The bytes of a regular file (no link), terminated, to be freed. */
 static ft_status ft__io_slurp(const char *path, size_t most, char **text, size_t *n)
 {
@@ -6261,18 +7050,24 @@ struct ft_io_reader {
     unsigned char **checked;   /* [n_parts] a byte a block; NULL until it is read from */
 };
 
-FT_API void ft_io_reader_close(ft_io_reader *reader)
+/* Frees all of it but the manifest, which is returned. */
+static ft_io_manifest *ft__io_reader_leave(ft_io_reader *reader)
 {
-    if (reader == NULL) return;
-    for (int64_t i = 0; reader->file != NULL && i < reader->manifest->n_files; i++)
+    ft_io_manifest *m = reader->manifest;
+    for (int64_t i = 0; reader->file != NULL && i < m->n_files; i++)
         ft_io_safetensors_close(reader->file[i]);
-    for (int64_t i = 0; reader->checked != NULL && i < reader->manifest->n_parts; i++)
+    for (int64_t i = 0; reader->checked != NULL && i < m->n_parts; i++)
         FT_FREE(reader->checked[i]);
     FT_FREE((void *)reader->file);
     FT_FREE((void *)reader->checked);
     FT_FREE(reader->directory);
-    ft_io_manifest_free(reader->manifest);
     FT_FREE(reader);
+    return m;
+}
+
+FT_API void ft_io_reader_close(ft_io_reader *reader)
+{
+    if (reader != NULL) ft_io_manifest_free(ft__io_reader_leave(reader));
 }
 
 FT_API ft_status ft_io_reader_open(const char *directory, ft_io_reader **out)
@@ -6424,6 +7219,9 @@ FT_API ft_status ft_io_reader_read(ft_io_reader *r, const char *name, int ndim,
 {
     int64_t first, end, total = 1;
     const ft_io_manifest *m = r->manifest;
+    if (ndim < 1 || ndim > FT_IO_MAX_DIMS)
+        return ft_error(FT_ERR_ARG, "ft_io_reader_read: \"%s\": %d dimensions; 1 to %d are "
+                        "possible", ft__io_show(name).text, ndim, (int)FT_IO_MAX_DIMS);
     ft__io_parts_of(m, name, &first, &end);
     if (first == end)
         return ft_error(FT_ERR_DATA, "%s: has no array \"%s\"", m->where, ft__io_show(name).text);
@@ -6494,38 +7292,6 @@ static double ft__io_now(void)
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
-}
-
-static ft_status ft__io_refused(const char *path, const char *what)
-{
-    return ft_error(FT_ERR_IO, "%s: cannot %s: %s", path, what, strerror(errno));
-}
-
-static int ft__io_mkdir(const char *path)
-{
-    const int error = FT_IO_FAULT("mkdir");
-    if (error != 0) errno = error;
-    return error != 0 ? -1 : mkdir(path, 0777);
-}
-
-/* The directory and those above it. */
-static ft_status ft__io_mkdirs(const char *path)
-{
-    struct stat info;
-    char *copy = ft__io_copy(path);
-    if (copy == NULL) return ft__io_oom(path, strlen(path) + 1);
-    for (char *c = copy + 1; *c != 0; c++) {
-        if (*c != '/') continue;
-        *c = 0;
-        (void)mkdir(copy, 0777); /* what is wrong shows at the last one */
-        *c = '/';
-    }
-    FT_FREE(copy);
-    if (ft__io_mkdir(path) == 0) return FT_OK;
-    if (errno != EEXIST) return ft__io_refused(path, "make the directory");
-    if (stat(path, &info) != 0 || !S_ISDIR(info.st_mode))
-        return ft_error(FT_ERR_IO, "%s: is there, and no directory", path);
-    return FT_OK;
 }
 
 /* A new file with these bytes, on the disk when this returns. */
@@ -6707,6 +7473,13 @@ static void ft__io_checkpoint_free(ft_io_checkpoint *c)
     FT_FREE(c->temporary);
     FT_FREE(c->dir);
     FT_FREE(c);
+}
+
+FT_API ft_io_checkpoint_config ft_io_checkpoint_config_default(void)
+{
+    ft_io_checkpoint_config config;
+    memset(&config, 0, sizeof config);
+    return config;
 }
 
 FT_API ft_status ft_io_checkpoint_create(ft_ctx *ctx, const ft_io_checkpoint_config *config,
@@ -7301,7 +8074,7 @@ FT_API void ft_io_checkpoint_abandon(ft_io_checkpoint *c)
     ft__io_checkpoint_free(c);
 }
 
-/* ----------------------------------------------------------------------------- >>hf llama.impl */
+/* ------------------------------------------------------------------------------- >>resume.impl */
 
 #ifdef FEMTOTRON_LLAMA_H
 
@@ -7467,7 +8240,7 @@ static ft_status ft__io_llama_read_all(ft_io_reader *r, ft_llama *model, ft_zero
 }
 
 /* One checkpoint, local. */
-static ft_status ft__io_llama_load(const char *path, const ft_io_resume *from, ft_llama *model,
+static ft_status ft__io_llama_read(const char *path, const ft_io_resume *from, ft_llama *model,
                                    const ft_llama_config *config, ft_zero *zero,
                                    ft_io_manifest **manifest)
 {
@@ -7480,20 +8253,8 @@ static ft_status ft__io_llama_load(const char *path, const ft_io_resume *from, f
         status = ft__io_llama_check(r->manifest, config, model, zero, from->weights_only);
     if (status == FT_OK)
         status = ft__io_llama_read_all(r, model, zero, from->weights_only, buffer, room);
-    if (status == FT_OK) { /* the manifest outlives its reader's files */
-        for (int64_t i = 0; i < r->manifest->n_files; i++) {
-            ft_io_safetensors_close(r->file[i]);
-            r->file[i] = NULL;
-        }
-        for (int64_t i = 0; i < r->manifest->n_parts; i++) FT_FREE(r->checked[i]);
-        FT_FREE((void *)r->file);
-        FT_FREE((void *)r->checked);
-        FT_FREE(r->directory);
-        *manifest = r->manifest;
-        FT_FREE(r);
-    } else {
-        ft_io_reader_close(r);
-    }
+    if (status == FT_OK) *manifest = ft__io_reader_leave(r);
+    else ft_io_reader_close(r);
     FT_FREE(buffer);
     return status;
 }
@@ -7549,7 +8310,7 @@ static ft_status ft__io_try(ft_ctx *ctx, ft__io_votes *v, const char *path,
                             const ft_llama_config *config, ft_zero *zero,
                             ft_io_manifest **manifest, ft_status *worst, char message[512])
 {
-    const ft_status status = ft__io_llama_load(path, from, model, config, zero, manifest);
+    const ft_status status = ft__io_llama_read(path, from, model, config, zero, manifest);
     FT_TRY(ft__io_vote(ctx, v, status, worst, message));
     if (*worst == FT_OK) return ft_zero_state_commit(zero);
     ft_io_manifest_free(*manifest);
@@ -7591,6 +8352,13 @@ static ft_status ft__io_resume_any(ft_ctx *ctx, ft__io_votes *v, const ft_io_res
     if (n == 0) return FT_OK;
     return ft_error(FT_ERR_DATA, "%s: none of its %lld checkpoints can be loaded; the last that "
                     "was tried: %s", from->dir, (long long)n, message);
+}
+
+FT_API ft_io_resume ft_io_resume_default(void)
+{
+    ft_io_resume from;
+    memset(&from, 0, sizeof from);
+    return from;
 }
 
 FT_API ft_status ft_io_llama_resume(ft_ctx *ctx, const ft_io_resume *from, ft_llama *model,
@@ -7951,21 +8719,6 @@ FT_API ft_status ft_io_tb_close(ft_io_tb *log)
     return status;
 }
 
-/* Makes the directory `path`, which is changed on the way and restored. */
-static ft_status ft__io_tb_directory(char *path)
-{
-    struct stat info;
-    for (char *slash = strchr(path + 1, '/'); slash != NULL; slash = strchr(slash + 1, '/')) {
-        *slash = 0;
-        (void)mkdir(path, 0777); /* what is wrong shows at the last one */
-        *slash = '/';
-    }
-    if (mkdir(path, 0777) == 0) return FT_OK;
-    const int error = errno;
-    if (stat(path, &info) == 0 && S_ISDIR(info.st_mode)) return FT_OK;
-    return ft_error(FT_ERR_IO, "%s: cannot make the directory: %s", path, strerror(error));
-}
-
 /* Opens DIRECTORY/events.out.tfevents.SECONDS.HOST.PID.N; the path has room for it. */
 static ft_status ft__io_tb_create(ft_io_tb *log, size_t n, size_t room, double wall_time)
 {
@@ -7998,12 +8751,8 @@ FT_API ft_status ft_io_tb_open(const char *directory, double wall_time, ft_io_tb
     memset(log, 0, sizeof *log);
     log->fd = -1;
     log->path = (char *)FT_MALLOC(room);
-    ft_status status = FT_OK;
-    if (log->path == NULL) status = ft__io_oom(directory, room);
-    if (status == FT_OK) {
-        memcpy(log->path, directory, n + 1);
-        status = ft__io_tb_directory(log->path);
-    }
+    ft_status status = log->path == NULL ? ft__io_oom(directory, room) : ft__io_mkdirs(directory);
+    if (log->path != NULL) memcpy(log->path, directory, n + 1);
     if (status == FT_OK) status = ft__io_tb_create(log, n, room, wall_time);
     if (status == FT_OK) {
         ft__io_tb_version(log, wall_time);
@@ -8147,6 +8896,13 @@ static size_t ft__io_point_sum(const ft_io_point *p)
 
 enum { FT__IO_PROGRAM = 0 }; /* a thread of the trace; stream k is thread 1 + k */
 
+/* Microseconds, to the nanosecond: a float's digits would not tell kernels apart after an hour. */
+static void ft__io_trace_time(ft_io_json *json, const char *key, double time_s)
+{
+    ft_io_json_key(json, key);
+    ft_io_json_double(json, floor(time_s * 1e9 + 0.5) / 1e3);
+}
+
 static void ft__io_trace_begin(ft_io_json *json, const char *name, const char *phase, int rank,
                                int thread, double time_s)
 {
@@ -8159,8 +8915,7 @@ static void ft__io_trace_begin(ft_io_json *json, const char *name, const char *p
     ft_io_json_int(json, rank);
     ft_io_json_key(json, "tid");
     ft_io_json_int(json, thread);
-    ft_io_json_key(json, "ts");
-    ft_io_json_float(json, time_s * 1e6);
+    ft__io_trace_time(json, "ts", time_s);
 }
 
 static void ft__io_trace_spans(ft_io_json *json, const ft_io_record *r)
@@ -8168,8 +8923,7 @@ static void ft__io_trace_spans(ft_io_json *json, const ft_io_record *r)
     for (int64_t i = 0; i < r->n_spans; i++) {
         const ft_span *span = &r->spans[i];
         ft__io_trace_begin(json, span->name, "X", r->rank, FT__IO_PROGRAM, span->begin_s);
-        ft_io_json_key(json, "dur");
-        ft_io_json_float(json, (span->end_s - span->begin_s) * 1e6);
+        ft__io_trace_time(json, "dur", span->end_s - span->begin_s);
         ft_io_json_key(json, "args");
         ft_io_json_begin_object(json);
         if (span->micro_batch >= 0) {
@@ -8188,8 +8942,7 @@ static void ft__io_trace_works(ft_io_json *json, const ft_io_record *r)
     for (int64_t i = 0; i < r->n_works; i++) {
         const ft_work *w = &r->works[i];
         ft__io_trace_begin(json, w->name, "X", r->rank, 1 + (int)w->stream, w->begin_s);
-        ft_io_json_key(json, "dur");
-        ft_io_json_float(json, (w->end_s - w->begin_s) * 1e6);
+        ft__io_trace_time(json, "dur", w->end_s - w->begin_s);
         ft_io_json_key(json, "args");
         ft_io_json_begin_object(json);
         if (w->group[0] || w->phase[0]) {
@@ -8703,749 +9456,5 @@ FT_API ft_status ft_io_report_write(const char *path, const ft_io_report *report
         return ft_error(FT_ERR_IO, "%s: cannot write: %s", path, strerror(errno));
     return FT_OK;
 }
-
-/* ------------------------------------------------------------------------------- >>resume.impl */
-
-#ifdef FEMTOTRON_LLAMA_H
-
-#include <dirent.h>
-
-FT_API ft_status ft_io_llama_config(const ft_io_hf_config *config, const char *where,
-                                    int64_t tokens, ft_llama_config *model)
-{
-    if (config == NULL || where == NULL || model == NULL)
-        return ft_error(FT_ERR_ARG, "ft_io_llama_config: config, where and model must not be NULL");
-    FT_TRY(ft_io_hf_config_check_length(config, where, tokens));
-    *model = ft_llama_config_default();
-    model->vocab = config->vocab;
-    model->hidden = config->hidden;
-    model->layers = config->layers;
-    model->heads = config->heads;
-    model->kv_heads = config->kv_heads;
-    model->head_dim = config->head_dim;
-    model->intermediate = config->intermediate;
-    model->tie_embeddings = config->tie_embeddings;
-    model->qkv_bias = config->qkv_bias;
-    model->o_bias = config->o_bias;
-    model->mlp_bias = config->mlp_bias;
-    model->qk_norm = config->qk_norm;
-    model->norm_eps = config->norm_eps;
-    model->rope_theta = config->rope_theta;
-    model->rope_scaling = config->rope_scaling;
-    if (config->init_std > 0) model->init_std = config->init_std;
-    return ft_llama_check(model);
-}
-
-FT_API ft_status ft_io_llama_hf_config(const ft_llama_config *model, const ft_io_hf_config *like,
-                                       ft_io_hf_config *config)
-{
-    int family = FT__IO_LLAMA;
-    ft_llama_config checked;
-    if (model == NULL || config == NULL)
-        return ft_error(FT_ERR_ARG, "ft_io_llama_hf_config: model and config must not be NULL");
-    checked = *model;
-    FT_TRY(ft_llama_check(&checked));
-    model = &checked; /* without zeros that stand for defaults */
-    *config = like != NULL ? *like : ft_io_hf_config_default();
-    config->vocab = model->vocab;
-    config->hidden = model->hidden;
-    config->layers = model->layers;
-    config->heads = model->heads;
-    config->kv_heads = model->kv_heads;
-    config->head_dim = model->head_dim;
-    config->intermediate = model->intermediate;
-    config->tie_embeddings = model->tie_embeddings != 0;
-    config->qkv_bias = model->qkv_bias != 0;
-    config->o_bias = model->o_bias != 0;
-    config->mlp_bias = model->mlp_bias != 0;
-    config->qk_norm = model->qk_norm != 0;
-    config->norm_eps = model->norm_eps;
-    config->rope_theta = model->rope_theta;
-    config->rope_scaling = model->rope_scaling;
-    if (config->full_layers >= config->layers) config->sliding_window = config->full_layers = 0;
-    if (like == NULL) {
-        if (model->init_std > 0) config->init_std = model->init_std;
-        while (family < FT__IO_FAMILIES && ft__io_hf_unsayable(config, family) != NULL) family++;
-        if (family < FT__IO_FAMILIES)
-            snprintf(config->model_type, sizeof config->model_type, "%s",
-                     ft__io_family_types[family]);
-    }
-    return ft__io_hf_check(config, "the model", &family);
-}
-
-/* ---- in ---- */
-
-#ifdef FT_CJSON
-
-#define FT__IO_FLOATS ((int64_t)1 << 18) /* of a piece, 1 MiB of them */
-
-typedef struct ft__io_in {
-    ft_zero *zero;
-    ft__io_reader reader;
-    float *values;           /* [FT__IO_FLOATS] */
-    const ft__io_weight *w;
-    ft_tensor *tensor;
-    int64_t at;              /* where values[0] belongs in `tensor` */
-    int64_t n;
-} ft__io_in;
-
-static ft_status ft__io_in_flush(ft__io_in *l)
-{
-    if (l->n > 0) FT_TRY(ft_zero_state_write(l->zero, l->tensor, 0, l->at, l->n, l->values));
-    l->at += l->n;
-    l->n = 0;
-    return FT_OK;
-}
-
-/* Elements first..first+n-1 of the file's tensor, to the end of the values. */
-static ft_status ft__io_in_run(ft__io_in *l, int64_t first, int64_t n)
-{
-    const ft_io_dtype dtype = l->w->tensor->dtype;
-    const size_t wide = (size_t)ft_io_dtype_bits(dtype) / 8;
-    const int64_t most = (int64_t)(FT__IO_PIECE / wide);
-    for (int64_t k; n > 0; first += k, n -= k) {
-        if (l->n == FT__IO_FLOATS) FT_TRY(ft__io_in_flush(l));
-        k = FT__IO_FLOATS - l->n < n ? FT__IO_FLOATS - l->n : n;
-        if (k > most) k = most;
-        void *to = dtype == FT_IO_F32 ? (void *)(l->values + l->n) : (void *)l->reader.bytes;
-        FT_TRY(ft__io_reader_read(&l->reader, l->w, (size_t)first * wide, (size_t)k * wide, to));
-        if (dtype != FT_IO_F32) ft__io_floats(dtype, to, k, l->values + l->n);
-        l->n += k;
-    }
-    return FT_OK;
-}
-
-/* Runs of a few KiB, as columns are cut: as many as fit come in one read, gaps and all. A gap of
-   16 KiB costs about what a call costs. */
-static ft_status ft__io_in_strided(ft__io_in *l, const ft_llama_run *run)
-{
-    const ft_io_dtype dtype = l->w->tensor->dtype;
-    const int64_t wide = ft_io_dtype_bits(dtype) / 8, piece = (int64_t)FT__IO_PIECE;
-    int64_t together = 1 + (piece - run->n * wide) / (run->stride * wide);
-    if ((run->stride - run->n) * wide > 16384 || run->n * wide > piece) together = 1;
-    for (int64_t i = 0, k; i < run->count; i += k) {
-        const int64_t first = run->first + i * run->stride;
-        k = run->count - i < together ? run->count - i : together;
-        if (k == 1 || run->n > FT__IO_FLOATS) {
-            k = 1;
-            FT_TRY(ft__io_in_run(l, first, run->n));
-            continue;
-        }
-        FT_TRY(ft__io_reader_read(&l->reader, l->w, (size_t)(first * wide),
-                                  (size_t)(((k - 1) * run->stride + run->n) * wide),
-                                  l->reader.bytes));
-        for (int64_t j = 0; j < k; j++) {
-            if (l->n + run->n > FT__IO_FLOATS) FT_TRY(ft__io_in_flush(l));
-            ft__io_floats(dtype, l->reader.bytes + j * run->stride * wide, run->n,
-                          l->values + l->n);
-            l->n += run->n;
-        }
-    }
-    return FT_OK;
-}
-
-static ft_status ft__io_in_piece(ft__io_in *l, const ft_llama_piece *piece)
-{
-    l->tensor = piece->tensor;
-    l->at = piece->first;
-    l->n = 0;
-    for (int r = 0; r < piece->n_runs; r++) {
-        if (piece->run[r].count == 1)
-            FT_TRY(ft__io_in_run(l, piece->run[r].first, piece->run[r].n));
-        else FT_TRY(ft__io_in_strided(l, &piece->run[r]));
-    }
-    return ft__io_in_flush(l);
-}
-
-/* The source must be of the model's shape before anything is changed. */
-static ft_status ft__io_in_check(const ft_llama *model, const ft_io_model *source)
-{
-    const int n = ft_llama_param_count(model);
-    char found[128], wanted[128];
-    for (int i = 0; i < n; i++) {
-        const ft_llama_param *p = ft_llama_param_at(model, i);
-        const ft_io_tensor *t = ft_io_model_find(source, p->name);
-        if (t == NULL)
-            return ft_error(FT_ERR_DATA, "%s: has no tensor \"%s\", which the model has",
-                            source->directory, p->name);
-        if (t->ndim == p->ndim && t->shape[0] == p->shape[0] &&
-            (t->ndim == 1 || t->shape[1] == p->shape[1]))
-            continue;
-        ft__io_shape_text(t->ndim, t->shape, found);
-        ft__io_shape_text(p->ndim, p->shape, wanted);
-        return ft_error(FT_ERR_DATA, "%s: tensor \"%s\" is %s, the model's is %s",
-                        source->directory, p->name, found, wanted);
-    }
-    if (ft_io_model_count(source) == n) return FT_OK;
-    for (int64_t i = 0; i < ft_io_model_count(source); i++)
-        if (ft_llama_param_find(model, ft_io_model_at(source, i)->name) == NULL)
-            return ft_error(FT_ERR_DATA, "%s: tensor \"%s\" is none of the model's",
-                            source->directory, ft_io_model_at(source, i)->name);
-    return FT_OK;
-}
-
-FT_API ft_status ft_io_llama_load(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
-                                  const ft_io_model *source)
-{
-    ft__io_in l;
-    ft_llama_piece piece;
-    if (ctx == NULL || zero == NULL || model == NULL || source == NULL)
-        return ft_error(FT_ERR_ARG, "ft_io_llama_load: no argument may be NULL");
-    FT_TRY(ft__io_in_check(model, source));
-    memset(&l, 0, sizeof l);
-    l.zero = zero;
-    FT_TRY(ft__io_reader_begin(&l.reader, source));
-    l.values = (float *)FT_MALLOC((size_t)FT__IO_FLOATS * sizeof *l.values);
-    ft_status status = l.values != NULL ? FT_OK : ft__io_oom(source->directory, FT__IO_PIECE);
-    for (int i = 0; i < ft_llama_param_count(model) && status == FT_OK; i++) {
-        const ft_llama_param *p = ft_llama_param_at(model, i);
-        l.w = ft__io_weight_find(source, p->name);
-        status = ft_llama_owned(model, p, &piece);
-        if (status == FT_OK && piece.elems > 0 && ft_ctx_device(ctx) != FT_META)
-            status = ft__io_in_piece(&l, &piece);
-    }
-    FT_FREE(l.values);
-    ft__io_reader_end(&l.reader);
-    return status == FT_OK ? ft_zero_state_commit(zero) : status;
-}
-
-#endif /* FT_CJSON */
-
-/* ---- out ---- */
-
-FT_API ft_io_export ft_io_export_default(void)
-{
-    ft_io_export options;
-    memset(&options, 0, sizeof options);
-    return options;
-}
-
-static const char ft__io_manifest[] = "femtotron_export.txt";
-static const char ft__io_manifest_head[] = "The files of an export, which another one may replace:";
-
-/* The text of an earlier export's list in a directory, or NULL in *text; to be freed. */
-static ft_status ft__io_manifest_read(const char *directory, char **text)
-{
-    ft__io_map map;
-    char *path = NULL;
-    const size_t head = sizeof ft__io_manifest_head - 1;
-    *text = NULL;
-    FT_TRY(ft__io_inside(directory, ft__io_manifest, &path));
-    if (access(path, F_OK) == 0 && ft__io_map_open(path, &map) == FT_OK) {
-        if (map.bytes >= head && map.bytes < (1 << 20) &&
-            memcmp(map.base, ft__io_manifest_head, head) == 0 &&
-            memchr(map.base, 0, map.bytes) == NULL) {
-            *text = (char *)FT_MALLOC(map.bytes + 1);
-            if (*text != NULL) {
-                memcpy(*text, map.base, map.bytes);
-                (*text)[map.bytes] = 0;
-            }
-        }
-        ft__io_map_close(&map);
-    }
-    FT_FREE(path);
-    return FT_OK;
-}
-
-/* 1 if `name` is a line of the list (or the list). */
-static int ft__io_manifest_has(const char *text, const char *name)
-{
-    const size_t n = strlen(name);
-    if (text == NULL) return 0;
-    if (strcmp(name, ft__io_manifest) == 0) return 1;
-    for (const char *line = strchr(text, '\n'); line != NULL; line = strchr(line + 1, '\n'))
-        if (strncmp(line + 1, name, n) == 0 && line[1 + n] == '\n') return 1;
-    return 0;
-}
-
-/* DIRECTORY without the slashes at its end, to be freed. */
-static ft_status ft__io_bare(const char *directory, char **bare)
-{
-    if (directory == NULL || directory[0] == 0)
-        return ft_error(FT_ERR_ARG, "an export needs the name of a directory");
-    *bare = ft__io_copy(directory);
-    if (*bare == NULL) return ft__io_oom(directory, strlen(directory) + 1);
-    for (size_t n = strlen(*bare); n > 1 && (*bare)[n - 1] == '/'; n--) (*bare)[n - 1] = 0;
-    return FT_OK;
-}
-
-static ft_status ft__io_export_entries(const char *directory, DIR *entries, const char *manifest)
-{
-    for (struct dirent *e; (e = readdir(entries)) != NULL;) {
-        if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
-        if (manifest == NULL)
-            return ft_error(FT_ERR_IO, "%s: is not empty (it has %s) and is no earlier export (%s "
-                            "is not in it): export to another directory", directory,
-                            ft__io_show(e->d_name).text, ft__io_manifest);
-        if (!ft__io_manifest_has(manifest, e->d_name))
-            return ft_error(FT_ERR_IO, "%s: has %s, which no export wrote: nothing is replaced; "
-                            "move it, or export to another directory", directory,
-                            ft__io_show(e->d_name).text);
-    }
-    return FT_OK;
-}
-
-/* BARE + what, with the first N that is free; a directory, if `make`. To be freed. */
-static ft_status ft__io_out_beside(const char *bare, const char *what, int make, char **out)
-{
-    const size_t room = strlen(bare) + 64;
-    char *name = (char *)FT_MALLOC(room);
-    struct stat info;
-    int done = 0;
-    if (name == NULL) return ft__io_oom(bare, room);
-    errno = EEXIST;
-    for (int i = 0; !done && errno == EEXIST && i < 10000; i++) {
-        snprintf(name, room, "%s.%s-%ld-%d", bare, what, (long)getpid(), i);
-        if (make) done = mkdir(name, 0777) == 0;
-        else if (!(done = stat(name, &info) != 0 && errno == ENOENT)) errno = EEXIST;
-    }
-    *out = name;
-    if (done) return FT_OK;
-    const ft_status status = ft_error(FT_ERR_IO, "%s: cannot create a directory beside it: %s",
-                                      bare, strerror(errno));
-    FT_FREE(name);
-    *out = NULL;
-    return status;
-}
-
-/* The last two steps of an export, tried with an empty directory: one beside it, and its place. A
-   mounted directory can be written into, but not replaced. */
-static ft_status ft__io_export_place(const char *bare, int replaced)
-{
-    struct stat info, here;
-    char *probe = NULL;
-    FT_TRY(ft__io_out_beside(bare, "tmp", 1, &probe));
-    ft_status status = FT_OK;
-    int mounted = 0;
-    if (lstat(bare, &info) == 0 && S_ISDIR(info.st_mode)) {
-        mounted = lstat(probe, &here) == 0 && here.st_dev != info.st_dev;
-        if (!mounted && !replaced) mounted = ft__io_rename(probe, bare) != 0 && errno == EBUSY;
-    }
-    if (mounted)
-        status = ft_error(FT_ERR_IO, "%s: is where a file system is mounted, and cannot be "
-                          "replaced: export to a directory inside it", bare);
-    (void)rmdir(probe); /* not there any more where it was renamed */
-    FT_FREE(probe);
-    return status;
-}
-
-FT_API ft_status ft_io_export_check(const char *directory)
-{
-    char *bare = NULL, *manifest = NULL;
-    struct stat info;
-    FT_TRY(ft__io_bare(directory, &bare));
-    ft_status status = FT_OK;
-    if (stat(bare, &info) == 0 && !S_ISDIR(info.st_mode)) {
-        status = ft_error(FT_ERR_IO, "%s: is a file, not a directory", bare);
-    } else if (stat(bare, &info) == 0) {
-        DIR *entries = opendir(bare);
-        if (entries == NULL)
-            status = ft_error(FT_ERR_IO, "%s: cannot be read: %s", bare, strerror(errno));
-        if (status == FT_OK) status = ft__io_manifest_read(bare, &manifest);
-        if (status == FT_OK) status = ft__io_export_entries(bare, entries, manifest);
-        if (entries != NULL) closedir(entries);
-    } else if (errno != ENOENT) {
-        status = ft_error(FT_ERR_IO, "%s: cannot be written: %s", bare, strerror(errno));
-    }
-    if (status == FT_OK) status = ft__io_export_place(bare, manifest != NULL);
-    FT_FREE(manifest);
-    FT_FREE(bare);
-    return status;
-}
-
-typedef struct ft__io_out { /* of an export, on every rank */
-    ft_ctx *ctx;
-    ft_zero *zero;
-    ft_llama *model;
-    ft_group *world;
-    ft_io_dtype dtype;
-    int64_t *pieces;         /* [R, FT__IO_PIECE_WORDS] of a parameter */
-    float *part;             /* [FT__IO_PART] */
-    /* Rank 0 alone. */
-    float *values;           /* [largest tensor] */
-    const char *name;        /* of the tensor in values */
-    char *temporary;         /* the directory that is written */
-    ft__io_text manifest;
-} ft__io_out;
-
-#define FT__IO_PART ((int64_t)1 << 18) /* elements that travel at a time */
-enum { FT__IO_PIECE_WORDS = 2 + 4 * FT_LLAMA_MAX_RUNS };
-
-/* Everyone learns what everyone stores of a parameter: elems, n_runs, then first, n, stride and
-   count of each run. */
-static ft_status ft__io_out_pieces(ft__io_out *o, const ft_llama_piece *piece)
-{
-    const int64_t words = FT__IO_PIECE_WORDS, halves = 2 * words;
-    int64_t mine[FT__IO_PIECE_WORDS], all = halves * ft_world(o->ctx);
-    ft_stream *stream = ft_stream_get(o->ctx, FT_STREAM_COMPUTE);
-    ft_tensor *own, *every;
-    memset(mine, 0, sizeof mine);
-    mine[0] = piece->elems;
-    mine[1] = piece->n_runs;
-    for (int r = 0; r < piece->n_runs; r++) {
-        mine[2 + 4 * r] = piece->run[r].first;
-        mine[3 + 4 * r] = piece->run[r].n;
-        mine[4 + 4 * r] = piece->run[r].stride;
-        mine[5 + 4 * r] = piece->run[r].count;
-    }
-    FT_TRY(ft_tensor_create(o->ctx, &own, FT_I32, 1, &halves, FT_TAG_COMM));
-    FT_TRY(ft_tensor_create(o->ctx, &every, FT_I32, 1, &all, FT_TAG_COMM));
-    FT_TRY(ft_upload(own, mine));
-    FT_TRY(ft_all_gather(o->world, stream, own, every));
-    FT_TRY(ft_download(every, o->pieces));
-    ft_tensor_free(own);
-    ft_tensor_free(every);
-    return FT_OK;
-}
-
-/* values = part[n], which is elements at..at+n-1 of a rank's piece, in the places that its runs
-   say. */
-static void ft__io_out_place(const int64_t *piece, int64_t at, int64_t n, const float *part,
-                             float *values)
-{
-    for (int64_t r = 0; r < piece[1] && n > 0; r++) {
-        const int64_t first = piece[2 + 4 * r], wide = piece[3 + 4 * r];
-        const int64_t stride = piece[4 + 4 * r], all = wide * piece[5 + 4 * r];
-        for (; at < all && n > 0;) {
-            const int64_t left = wide - at % wide, k = left < n ? left : n;
-            memcpy(values + first + at / wide * stride + at % wide, part,
-                   (size_t)k * sizeof *part);
-            at += k;
-            n -= k;
-            part += k;
-        }
-        at -= all;
-    }
-}
-
-/* A parameter, whole, to rank 0: each rank sends what it stores, in pieces, by order of ranks. */
-static ft_status ft__io_out_collect(ft__io_out *o, const ft_llama_param *p)
-{
-    const int me = ft_rank(o->ctx);
-    ft_stream *stream = ft_stream_get(o->ctx, FT_STREAM_COMPUTE);
-    ft_llama_piece piece;
-    FT_TRY(ft_llama_stored(o->model, p, &piece));
-    FT_TRY(ft__io_out_pieces(o, &piece));
-    for (int r = 0; r < ft_world(o->ctx); r++) {
-        const int64_t *their = o->pieces + (size_t)r * FT__IO_PIECE_WORDS;
-        if (me != 0 && me != r) continue;
-        for (int64_t at = 0, n; at < their[0]; at += n) {
-            ft_p2p op;
-            n = their[0] - at < FT__IO_PART ? their[0] - at : FT__IO_PART;
-            if (me == r)
-                FT_TRY(ft_zero_state_read(o->zero, piece.tensor, 0, piece.first + at, n, o->part));
-            if (r != 0) {
-                op.peer = me == 0 ? r : 0;
-                op.is_send = me == r;
-                FT_TRY(ft_tensor_create(o->ctx, &op.tensor, FT_F32, 1, &n, FT_TAG_COMM));
-                if (me == r) FT_TRY(ft_upload(op.tensor, o->part));
-                FT_TRY(ft_exchange(o->world, stream, 1, &op));
-                if (me == 0) FT_TRY(ft_download(op.tensor, o->part));
-                ft_tensor_free(op.tensor);
-            }
-            if (me == 0) ft__io_out_place(their, at, n, o->part, o->values);
-        }
-    }
-    return FT_OK;
-}
-
-/* To nearest even; a NaN stays one. */
-static void ft__io_round_bf16(const float *values, int64_t n, void *bytes)
-{
-    unsigned char *to = (unsigned char *)bytes;
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, &values[i], sizeof bits);
-        const uint32_t nan = (bits & 0x7fffffffu) > 0x7f800000u;
-        const uint32_t up = bits + 0x7fffu + (bits >> 16 & 1u);
-        const uint16_t short_bits = (uint16_t)((nan ? bits | 0x400000u : up) >> 16);
-        memcpy(to + 2 * i, &short_bits, sizeof short_bits);
-    }
-}
-
-static ft_status ft__io_out_fill(void *user, const char *name, size_t offset, size_t bytes,
-                                 void *buffer)
-{
-    ft__io_out *o = (ft__io_out *)user;
-    if (o->name == NULL || strcmp(o->name, name) != 0) {
-        const ft_llama_param *p = ft_llama_param_find(o->model, name);
-        FT_TRY(ft__io_out_collect(o, p));
-        o->name = p->name;
-    }
-    if (o->dtype == FT_IO_F32) memcpy(buffer, (const char *)o->values + offset, bytes);
-    else ft__io_round_bf16(o->values + offset / 2, (int64_t)(bytes / 2), buffer);
-    return FT_OK;
-}
-
-static ft_status ft__io_out_note(ft__io_out *o, const char *name)
-{
-    ft_io_json text;
-    memset(&text, 0, sizeof text);
-    text.text = o->manifest;
-    ft__io_json_put(&text, name, strlen(name));
-    ft__io_json_put(&text, "\n", 1);
-    o->manifest = text.text;
-    return text.status == FT_OK ? FT_OK : ft__io_oom(o->temporary, o->manifest.n);
-}
-
-static size_t ft__io_out_bytes(const ft__io_out *o, const ft_llama_param *p)
-{
-    return (size_t)(p->shape[0] * p->shape[1]) * (o->dtype == FT_IO_F32 ? 4 : 2);
-}
-
-/* The first parameter of the file after that of `first`: as many as fit, one at least. */
-static int ft__io_out_cut(const ft__io_out *o, int first, size_t most)
-{
-    size_t bytes = 0;
-    int i = first;
-    for (; i < ft_llama_param_count(o->model); i++) {
-        const size_t more = ft__io_out_bytes(o, ft_llama_param_at(o->model, i));
-        if (i > first && (more > most || bytes > most - more)) break;
-        bytes += more;
-    }
-    return i;
-}
-
-static ft_status ft__io_out_file(ft__io_out *o, const char *name, int first, int end)
-{
-    char *path;
-    ft_io_safetensors_writer *writer = NULL;
-    FT_TRY(ft__io_out_note(o, name));
-    FT_TRY(ft__io_inside(o->temporary, name, &path));
-    ft_status status = ft_io_safetensors_create(path, &writer);
-    FT_FREE(path);
-    if (status == FT_OK) status = ft_io_safetensors_set_metadata(writer, "format", "pt");
-    for (int i = first; i < end && status == FT_OK; i++) {
-        const ft_llama_param *p = ft_llama_param_at(o->model, i);
-        status = ft_io_safetensors_add_fill(writer, p->name, o->dtype, p->ndim, p->shape,
-                                            ft__io_out_fill, o);
-    }
-    if (status == FT_OK) return ft_io_safetensors_finish(writer);
-    ft_io_safetensors_abandon(writer);
-    return status;
-}
-
-static void ft__io_out_shard_name(int k, int shards, char name[64])
-{
-    if (shards == 1) snprintf(name, 64, "model.safetensors");
-    else snprintf(name, 64, "model-%05d-of-%05d.safetensors", k + 1, shards);
-}
-
-static ft_status ft__io_out_index(ft__io_out *o, int shards, size_t most)
-{
-    const int n = ft_llama_param_count(o->model);
-    char name[64], *path;
-    ft_io_json json;
-    int64_t elems = 0;
-    for (int i = 0; i < n; i++) {
-        const ft_llama_param *p = ft_llama_param_at(o->model, i);
-        elems += p->shape[0] * p->shape[1];
-    }
-    memset(&json, 0, sizeof json);
-    json.indent = 1;
-    ft_io_json_begin_object(&json);
-    ft_io_json_key(&json, "metadata");
-    ft_io_json_begin_object(&json);
-    ft__io_hf_put_int(&json, "total_parameters", elems);
-    ft__io_hf_put_int(&json, "total_size", elems * (o->dtype == FT_IO_F32 ? 4 : 2));
-    ft_io_json_end_object(&json);
-    ft_io_json_key(&json, "weight_map");
-    ft_io_json_begin_object(&json);
-    for (int k = 0, i = 0; k < shards; k++) {
-        const int end = ft__io_out_cut(o, i, most);
-        ft__io_out_shard_name(k, shards, name);
-        for (; i < end; i++)
-            ft__io_hf_put_string(&json, ft_llama_param_at(o->model, i)->name, name);
-    }
-    ft_io_json_end_object(&json);
-    ft_io_json_end_object(&json);
-    ft_status status = ft__io_inside(o->temporary, "model.safetensors.index.json", &path);
-    if (status != FT_OK) {
-        FT_FREE(json.text.bytes);
-        return status;
-    }
-    status = ft__io_json_to_file(&json, path);
-    FT_FREE(path);
-    return status == FT_OK ? ft__io_out_note(o, "model.safetensors.index.json") : status;
-}
-
-static ft_status ft__io_out_weights(ft__io_out *o, size_t most)
-{
-    const int n = ft_llama_param_count(o->model);
-    char name[64];
-    int shards = 0;
-    for (int i = 0; i < n; i = ft__io_out_cut(o, i, most)) shards++;
-    for (int k = 0, i = 0; k < shards; k++) {
-        const int end = ft__io_out_cut(o, i, most);
-        ft__io_out_shard_name(k, shards, name);
-        FT_TRY(ft__io_out_file(o, name, i, end));
-        i = end;
-    }
-    return shards > 1 ? ft__io_out_index(o, shards, most) : FT_OK;
-}
-
-/* What belongs to a model beside its weights; each is copied where it is there. */
-static ft_status ft__io_out_copy(ft__io_out *o, const char *from)
-{
-    static const char *const names[] = {
-        "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-        "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-        "chat_template.json", "generation_config.json"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
-        char *source = NULL, *target = NULL;
-        ft__io_map map;
-        FT_TRY(ft__io_inside(from, names[i], &source));
-        if (access(source, F_OK) != 0) {
-            FT_FREE(source);
-            continue;
-        }
-        ft_status status = ft__io_inside(o->temporary, names[i], &target);
-        if (status == FT_OK) status = ft__io_map_open(source, &map);
-        if (status == FT_OK) {
-            status = ft__io_bytes_to_file(target, map.base, map.bytes);
-            ft__io_map_close(&map);
-        }
-        FT_FREE(source);
-        FT_FREE(target);
-        FT_TRY(status);
-        FT_TRY(ft__io_out_note(o, names[i]));
-    }
-    return FT_OK;
-}
-
-static ft_status ft__io_out_directory(ft__io_out *o, const ft_io_hf_config *config,
-                                      const ft_io_export *options)
-{
-    const int64_t most = options->max_shard_bytes > 0 ? options->max_shard_bytes : 5000000000LL;
-    char *path;
-    FT_TRY(ft__io_out_note(o, ft__io_manifest_head));
-    FT_TRY(ft__io_out_weights(o, (size_t)most));
-    FT_TRY(ft__io_inside(o->temporary, "config.json", &path));
-    ft_status status = ft_io_hf_config_write(config, path);
-    FT_FREE(path);
-    FT_TRY(status);
-    FT_TRY(ft__io_out_note(o, "config.json"));
-    if (options->copy_from != NULL) FT_TRY(ft__io_out_copy(o, options->copy_from));
-    FT_TRY(ft__io_inside(o->temporary, ft__io_manifest, &path));
-    status = ft__io_bytes_to_file(path, o->manifest.bytes, o->manifest.n);
-    FT_FREE(path);
-    return status;
-}
-
-/* Removes an export's directory: what its list names, the list, itself. Whatever else is in it
-   stays, and then so does the directory. `listed` 0: all files, of one that is not finished. */
-static void ft__io_out_remove(const char *directory, int listed)
-{
-    char *manifest = NULL, *path;
-    DIR *entries = opendir(directory);
-    if (listed) (void)ft__io_manifest_read(directory, &manifest);
-    for (struct dirent *e; entries != NULL && (e = readdir(entries)) != NULL;) {
-        if (strcmp(e->d_name, ".") == 0 || strcmp(e->d_name, "..") == 0) continue;
-        if (listed && !ft__io_manifest_has(manifest, e->d_name)) continue;
-        if (ft__io_inside(directory, e->d_name, &path) != FT_OK) continue;
-        unlink(path);
-        FT_FREE(path);
-    }
-    if (entries != NULL) closedir(entries);
-    if (rmdir(directory) != 0 && errno == ENOTDIR) unlink(directory); /* a link to one */
-    FT_FREE(manifest);
-}
-
-/* temporary -> bare. rename() puts it over an empty directory; another one is moved away first, and
-   back if the second rename fails. */
-static ft_status ft__io_out_rename(const char *temporary, const char *bare)
-{
-    char *old = NULL;
-    int directory = -1;
-    FT_TRY(ft__io_open_directory(temporary, &directory)); /* the same as bare's */
-    ft_status status = FT_OK;
-    if (ft__io_rename(temporary, bare) != 0) {
-        status = ft_io_export_check(bare);
-        if (status == FT_OK) status = ft__io_out_beside(bare, "old", 0, &old);
-        if (status == FT_OK && ft__io_rename(bare, old) != 0)
-            status = ft_error(FT_ERR_IO, "%s: cannot be replaced: %s", bare, strerror(errno));
-        if (status == FT_OK && ft__io_rename(temporary, bare) != 0) {
-            status = ft_error(FT_ERR_IO, "%s: cannot rename %s to it: %s", bare, temporary,
-                              strerror(errno));
-            (void)rename(old, bare);
-        }
-        if (status == FT_OK) ft__io_out_remove(old, 1);
-    }
-    if (status == FT_OK) status = ft__io_sync_directory(bare, directory);
-    if (directory >= 0) close(directory);
-    FT_FREE(old);
-    return status;
-}
-
-static ft_status ft__io_out_write(ft__io_out *o, const char *directory,
-                                  const ft_io_hf_config *config, const ft_io_export *options)
-{
-    char *bare = NULL;
-    FT_TRY(ft_io_export_check(directory));
-    FT_TRY(ft__io_bare(directory, &bare));
-    ft_status status = ft__io_out_beside(bare, "tmp", 1, &o->temporary);
-    if (status == FT_OK) status = ft__io_out_directory(o, config, options);
-    if (status == FT_OK) status = ft__io_out_rename(o->temporary, bare);
-    if (status != FT_OK && o->temporary != NULL) {
-        char message[1024];
-        snprintf(message, sizeof message, "%s", ft_last_error());
-        ft__io_out_remove(o->temporary, 0);
-        status = ft_error(status, "%s", message);
-    }
-    FT_FREE(o->temporary);
-    FT_FREE(o->manifest.bytes);
-    FT_FREE(bare);
-    return status;
-}
-
-FT_API ft_status ft_io_llama_export(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
-                                    const char *directory, const ft_io_export *options)
-{
-    ft__io_out o;
-    ft_io_hf_config config;
-    int64_t most = 1;
-    if (ctx == NULL || zero == NULL || model == NULL || directory == NULL || options == NULL)
-        return ft_error(FT_ERR_ARG, "ft_io_llama_export: no argument may be NULL");
-    if ((options->dtype != FT_IO_F32 && options->dtype != FT_IO_BF16) ||
-        options->max_shard_bytes < 0)
-        return ft_error(FT_ERR_ARG, "ft_io_llama_export: dtype %s, %lld bytes a file: F32 or BF16, "
-                        "and 0 (the default) or more", ft_io_dtype_name(options->dtype),
-                        (long long)options->max_shard_bytes);
-    FT_TRY(ft_io_llama_hf_config(ft_llama_config_get(model), options->like, &config));
-    if (config.max_positions == 0) config.max_positions = options->max_positions;
-    snprintf(config.dtype, sizeof config.dtype, "%s",
-             options->dtype == FT_IO_F32 ? "float32" : "bfloat16");
-    if (ft_ctx_device(ctx) == FT_META) return FT_OK;
-    memset(&o, 0, sizeof o);
-    o.ctx = ctx;
-    o.zero = zero;
-    o.model = model;
-    o.world = options->world;
-    o.dtype = options->dtype;
-    if (o.world == NULL)
-        FT_TRY(ft_group_strided(ctx, "export", 0, 1, ft_world(ctx), &o.world));
-    for (int i = 0; i < ft_llama_param_count(model); i++) {
-        const ft_llama_param *p = ft_llama_param_at(model, i);
-        if (p->shape[0] * p->shape[1] > most) most = p->shape[0] * p->shape[1];
-    }
-    o.pieces = (int64_t *)ft_host_alloc(ctx, (size_t)ft_world(ctx) * FT__IO_PIECE_WORDS *
-                                                 sizeof *o.pieces);
-    o.part = (float *)ft_host_alloc(ctx, (size_t)FT__IO_PART * sizeof *o.part);
-    if (o.pieces == NULL || o.part == NULL) return FT_ERR_OOM;
-    if (ft_rank(ctx) == 0) {
-        o.values = (float *)ft_host_alloc(ctx, (size_t)most * sizeof *o.values);
-        if (o.values == NULL) return FT_ERR_OOM;
-        FT_TRY(ft__io_out_write(&o, directory, &config, options));
-        ft_host_free(ctx, o.values);
-    } else {
-        for (int i = 0; i < ft_llama_param_count(model); i++)
-            FT_TRY(ft__io_out_collect(&o, ft_llama_param_at(model, i)));
-    }
-    ft_host_free(ctx, o.part);
-    ft_host_free(ctx, o.pieces);
-    return ft_agree(o.world, "the export", 0); /* all return when rank 0 is done */
-}
-
-#endif /* FEMTOTRON_LLAMA_H */
 
 #endif /* implementation */

@@ -1019,8 +1019,8 @@ FT_API ft_status ftk_mul_backward(const ft_op_call *call)
    of an H200. So a thread issues all loads of a row before it uses the first; forward has as many
    blocks as rows ask for; backward, whose blocks stay because they keep dw in registers, has the
    next row on its way to the ring (cp.async) while it works on this one. A thread reads only what
-   it fetched itself, so the ring needs no barrier. Weights come from the L1 cache. On an H200, bf16,
-   C 768 to 8192: forward 0.89 to 0.93 of a copy's bandwidth, with the residual 0.97 to 1.00;
+   it fetched itself, so the ring needs no barrier. Weights come from the L1 cache. On an H200,
+   bf16, C 768 to 8192: forward 0.89 to 0.93 of a copy's bandwidth, with the residual 0.97 to 1.00;
    backward 0.72 to 0.83, with `pass` 0.83 to 0.88.
    dw: parts [blocks, sets, C] fp32, at most 264 blocks, added by parts_kernel. */
 
@@ -1611,8 +1611,8 @@ static ft_status norm_grad_launch(const char *name, norm_args a, unsigned blocks
     return FT_OK;
 }
 
-/* Long rows: 2 items a thread, or 4 where that needs fewer threads than a row of 3 warps has, or
-   more than a block. */
+/* Long rows: 2 items a thread; 4 where 2 would need only one or two warps, or more threads than a
+   block has. */
 static ft_status norm_grad_start(const char *name, norm_args a, ft_dtype t, int64_t parts,
                                  cudaStream_t stream)
 {
@@ -3814,9 +3814,10 @@ static __device__ __forceinline__ void ftk__att_store(void *to, int f32, int add
 /* ---- forward ----
 
    Dao 2023, algorithm 1. A block of WARPS warps owns BM = 16 MT WARPS query rows of a head, a warp
-   16 MT of them with its o [16 MT, DP] in registers, and meets tiles of BN keys from the left: only
-   tiles that reach beyond a warp's first row are masked, those beyond its last row skipped; and
-   masked those in which a document of its rows begins.
+   16 MT of them with its o [16 MT, DP] in registers, and meets tiles of BN keys from the left,
+   from the one on in which the document of the block's first row begins. Masked are only tiles that
+   reach beyond a warp's first row, or begin before the document of its last row; those beyond its
+   last row are skipped.
    STAGES 2: tile j+1 arrives while tile j is computed. STAGES 1: v arrives during q k^T, the next k
    during p v, in half the shared memory.
 

@@ -109,9 +109,10 @@
      neither ranks, stages, packing nor order change a weight.
        key = mix(seed XOR fnv1a(name));  a, b = mix(key + (2i+1) g), mix(key + (2i+2) g)
        weight = std (sum of the eight 16-bit parts of a and b - 8 * 32767.5) / 53509.92
-     with mix and the odd number g of SplitMix64 (Steele, Lea and Flood 2014). A sum of eight uniform
-     numbers is normal but for its tails, which end at 4.9 deviations (Irwin 1927, Hall 1927). It
-     needs integers and one rounding, no logarithm: the same bits on every machine, and fast.
+     with mix and the odd number g of SplitMix64 (Steele, Lea and Flood 2014). A sum of eight
+     uniform numbers is normal but for its tails, which end at 4.9 deviations (Irwin 1927, Hall
+     1927). It needs integers and one rounding, no logarithm: the same bits on every machine, and
+     fast.
 
    OWNERSHIP, THREADS, ERRORS
      The model belongs to the context and goes with it, and so do ft_llama_param entries; one thread

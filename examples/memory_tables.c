@@ -337,10 +337,12 @@ static int parse_request(int argc, char **argv, request *ask) {
             ask->last--;
             i++;
         } else if (strcmp(argv[i], "--help") == 0) {
-            printf("usage: memory_tables [--device meta|cpu|cuda] [--csv] [--cells FIRST-LAST]\n\n"
-                   "Peak memory of %d cells beside a log's figures and a floor. On cpu and cuda a cell\n"
-                   "is planned, and run if its 8 ranks fit: on the CPU minutes a cell; on the first GPU,\n"
-                   "which they share, seconds (build it with nvcc as the trainer).\n", CELLS);
+            printf(
+                "usage: memory_tables [--device meta|cpu|cuda] [--csv] [--cells FIRST-LAST]\n\n"
+                "Peak memory of %d cells beside a log's figures and a floor. On cpu and cuda a\n"
+                "cell is planned, and run if its 8 ranks fit: on the CPU minutes a cell; on the\n"
+                "first GPU, which they share, seconds (build it with nvcc as the trainer).\n",
+                CELLS);
             exit(EXIT_SUCCESS);
         } else {
             return bad("%s: unknown flag", argv[i]);

@@ -362,7 +362,8 @@ static void print_sweep(const sweep *s, const settings *base) {
                (double)t->peak_bytes / (double)(1 << 30), thousands(t->sent, text));
     }
     if (s->n > 20) printf("  ... and %d more\n", s->n - 20);
-    if (s->cut_short) printf("  not all was tried: stopped after %d s (--seconds)\n", s->ask->seconds);
+    if (s->cut_short)
+        printf("  not all was tried: stopped after %d s (--seconds)\n", s->ask->seconds);
 }
 
 static ft_status run_sweep(const settings *base, const request *ask) {

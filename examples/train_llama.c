@@ -1,21 +1,40 @@
-/* train_llama.c: trains a Llama on any files, byte by byte or by tokens, with every rank a thread.
+/* train_llama.c: trains a Llama on bytes, tokens or examples. Ranks are threads; under torchrun,
+   mpirun or srun each is a process with a GPU.
 
    Build:  cc -std=c11 -O3 -march=native -I. examples/train_llama.c -o train_llama -lm -lpthread
    GPU:    nvcc -O3 -DFT_CUDA -I. examples/train_llama.c femtotron_kernels.cu -o train_llama \
+<<<<<<< HEAD
                -arch=native -lcublasLt
    Add     -DFT_CJSON -lcjson                         for --config and models of Hugging Face
            -DFT_CJSON -DFT_XXHASH -lcjson -lxxhash    for these and checkpoints
            -DFT_NCCL -lnccl                           to GPU's line, for NCCL and its launchers
            (make build/train_llama and make cuda add what they find)
    Run:    ./train_llama --data *.h --dp 4 --zero-stage 3 --sac selective --steps 300
+=======
+               -arch=native -lcublasLt     (make cuda does the same)
+   NCCL:   the same with -DFT_NCCL -lnccl; then
+           torchrun --no-python --nproc-per-node 8 ./train_llama --data *.h --dp 8 --zero-stage 3
+>>>>>>> review
    Plan:   ./train_llama --device meta --dp 8 --zero-stage 3 --sac full --model llama-3-8b
    Tune:   ./train_llama --init-from DIR --data *.bin --token-dtype uint16 --export TUNED
 
-   How it is built: one table of options drives parsing and --help. main() checks everything that
-   can be checked, plans the memory by running one step on the device `meta`, then trains. Plan and
-   run are the same function, rank_main(): only the device differs. Read train_step() first.
-   With --device cuda every rank is a thread too, and any number of them may share a GPU.
+   Libraries, in either build (make adds them where it finds them):
+           -DFT_CJSON -lcjson        --init-from, --model DIR, --config
+           -DFT_XXHASH -lxxhash      with cJSON: --checkpoint-dir, --resume
 
+<<<<<<< HEAD
+=======
+   How it is built: one table of options drives parsing, --config and --help. main() checks
+   everything that can be checked, plans the memory by running one step on the device `meta`, then
+   trains. Plan and run are the same function, rank_main(): only the device differs. Read
+   train_step() first. The parts, in this order, each after a line with its name:
+           options, options in a file, models, the command line
+           what is shared, model and pipeline, stopping in order, a step, what a step says
+           checkpoints, the steps, sampling, ranks
+           tables, the program, does it fit, plan and run, main
+   With --device cuda any number of ranks may share a GPU, as threads.
+
+>>>>>>> review
    SIGTERM and SIGINT end training after the running step, with a checkpoint where there is a
    directory for it: then the exit status is 0, without one 128 + the signal. A second signal ends
    the program at once.
@@ -645,6 +664,95 @@ static int read_config(const char *path, int *given, settings *set) {
 
 #endif /* FT_CJSON */
 
+/* -- the other way, --print-config -- */
+
+static void print_json_text(const char *text, size_t n) {
+    size_t i;
+    putchar('"');
+    for (i = 0; i < n; i++) {
+        unsigned char c = (unsigned char)text[i];
+        if (c < 32) printf("\\u%04x", c);
+        else printf("%s%c", c == '"' || c == '\\' ? "\\" : "", c);
+    }
+    putchar('"');
+}
+
+/* The fewest digits that are read as the same number. */
+static void print_real(double value) {
+    char text[40];
+    int digits = 6;
+    do snprintf(text, sizeof text, "%.*g", digits, value);
+    while (strtod(text, NULL) != value && ++digits < 18);
+    fputs(text, stdout);
+}
+
+static void print_whole(int64_t value) {
+    printf(value >= EXACT_INT ? "\"%lld\"" : "%lld", (long long)value);
+}
+
+static void print_word(const char *words, int64_t index) {
+    while (index-- > 0) words += strcspn(words, "|") + 1;
+    print_json_text(words, strcspn(words, "|"));
+}
+
+static void print_paths(const paths *list) {
+    int i;
+    for (i = 0; i < list->n; i++) {
+        fputs(i ? ", " : "[", stdout);
+        print_json_text(list->path[i], strlen(list->path[i]));
+    }
+    putchar(']');
+}
+
+/* Nothing was given, and no value says so. */
+static int is_unset(const option *opt, const settings *set) {
+    const char *field = (const char *)set + opt->offset;
+    switch (opt->kind) {
+    case TAKES_INT: return !opt->initial && *(const int64_t *)(const void *)field == 0;
+    case TAKES_BYTES: return *(const int64_t *)(const void *)field == 0;
+    case TAKES_PATH:
+    case TAKES_AUTO:
+    case TAKES_TEXT: return *(const char *const *)(const void *)field == NULL;
+    case TAKES_PATHS: return ((const paths *)(const void *)field)->n == 0;
+    default: return 0;
+    }
+}
+
+static void print_setting(const option *opt, const settings *set) {
+    const char *field = (const char *)set + opt->offset;
+    const int64_t *whole = (const int64_t *)(const void *)field;
+    if (is_boolean(opt)) fputs(*whole ? "true" : "false", stdout);
+    else switch (opt->kind) {
+    case TAKES_REAL: print_real(*(const double *)(const void *)field); break;
+    case TAKES_WORD: print_word(opt->value, *whole); break;
+    case TAKES_SAC:
+        if (*whole != SAC_BUDGET) print_word(opt->value, *whole);
+        else printf("\"budget=%lld\"", (long long)set->sac_budget_bytes);
+        break;
+    case TAKES_PATHS: print_paths((const paths *)(const void *)field); break;
+    case TAKES_PATH:
+    case TAKES_AUTO:
+    case TAKES_TEXT: {
+        const char *text = *(const char *const *)(const void *)field;
+        print_json_text(text, strlen(text));
+        break;
+    }
+    default: print_whole(*whole);
+    }
+}
+
+static void print_config(const settings *set) {
+    const char *before = "{";
+    int i;
+    for (i = 0; i < OPTION_COUNT; i++) {
+        if (stays_outside(&options[i]) || is_unset(&options[i], set)) continue;
+        printf("%s\n  \"%s\": ", before, options[i].name + 2);
+        print_setting(&options[i], set);
+        before = ",";
+    }
+    puts("\n}");
+}
+
 /* -------------------------------------------------------------------------------------- models */
 
 enum { LLAMA3_NONE = 0, LLAMA3_8 = 8, LLAMA3_32 = 32 }; /* factor of scaled frequencies */
@@ -764,6 +872,8 @@ static int apply_model(settings *set, const int *given) {
            take_size(set, given, AT(qk_norm), c->qk_norm);
 }
 
+/* ----------------------------------------------------------------------------- the command line */
+
 /* Defaults, then the file, then the command line: what comes later wins. */
 static int parse_options(int argc, char **argv, settings *set) {
     int given[OPTION_COUNT], in_file[OPTION_COUNT];
@@ -779,98 +889,12 @@ static int parse_options(int argc, char **argv, settings *set) {
     return apply_model(set, given);
 }
 
-static void print_json_text(const char *text, size_t n) {
-    size_t i;
-    putchar('"');
-    for (i = 0; i < n; i++) {
-        unsigned char c = (unsigned char)text[i];
-        if (c < 32) printf("\\u%04x", c);
-        else printf("%s%c", c == '"' || c == '\\' ? "\\" : "", c);
-    }
-    putchar('"');
-}
-
-/* The fewest digits that are read as the same number. */
-static void print_real(double value) {
-    char text[40];
-    int digits = 6;
-    do snprintf(text, sizeof text, "%.*g", digits, value);
-    while (strtod(text, NULL) != value && ++digits < 18);
-    fputs(text, stdout);
-}
-
-static void print_whole(int64_t value) {
-    printf(value >= EXACT_INT ? "\"%lld\"" : "%lld", (long long)value);
-}
-
-static void print_word(const char *words, int64_t index) {
-    while (index-- > 0) words += strcspn(words, "|") + 1;
-    print_json_text(words, strcspn(words, "|"));
-}
-
-static void print_paths(const paths *list) {
-    int i;
-    for (i = 0; i < list->n; i++) {
-        fputs(i ? ", " : "[", stdout);
-        print_json_text(list->path[i], strlen(list->path[i]));
-    }
-    putchar(']');
-}
-
-/* Nothing was given, and no value says so. */
-static int is_unset(const option *opt, const settings *set) {
-    const char *field = (const char *)set + opt->offset;
-    switch (opt->kind) {
-    case TAKES_INT: return !opt->initial && *(const int64_t *)(const void *)field == 0;
-    case TAKES_BYTES: return *(const int64_t *)(const void *)field == 0;
-    case TAKES_PATH:
-    case TAKES_AUTO:
-    case TAKES_TEXT: return *(const char *const *)(const void *)field == NULL;
-    case TAKES_PATHS: return ((const paths *)(const void *)field)->n == 0;
-    default: return 0;
-    }
-}
-
-static void print_setting(const option *opt, const settings *set) {
-    const char *field = (const char *)set + opt->offset;
-    const int64_t *whole = (const int64_t *)(const void *)field;
-    if (is_boolean(opt)) fputs(*whole ? "true" : "false", stdout);
-    else switch (opt->kind) {
-    case TAKES_REAL: print_real(*(const double *)(const void *)field); break;
-    case TAKES_WORD: print_word(opt->value, *whole); break;
-    case TAKES_SAC:
-        if (*whole != SAC_BUDGET) print_word(opt->value, *whole);
-        else printf("\"budget=%lld\"", (long long)set->sac_budget_bytes);
-        break;
-    case TAKES_PATHS: print_paths((const paths *)(const void *)field); break;
-    case TAKES_PATH:
-    case TAKES_AUTO:
-    case TAKES_TEXT: {
-        const char *text = *(const char *const *)(const void *)field;
-        print_json_text(text, strlen(text));
-        break;
-    }
-    default: print_whole(*whole);
-    }
-}
-
-static void print_config(const settings *set) {
-    const char *before = "{";
-    int i;
-    for (i = 0; i < OPTION_COUNT; i++) {
-        if (stays_outside(&options[i]) || is_unset(&options[i], set)) continue;
-        printf("%s\n  \"%s\": ", before, options[i].name + 2);
-        print_setting(&options[i], set);
-        before = ",";
-    }
-    puts("\n}");
-}
-
 static void print_help(void) {
     int i, k;
     puts("usage: train_llama --data FILE... [flags]\n"
          "       train_llama --device meta [flags]\n\n"
-         "Trains a Llama-family model on the bytes of files. Every rank is a thread.\n");
+         "Trains a Llama-family model on bytes, tokens or examples. Ranks are threads, or, under\n"
+         "torchrun, mpirun or srun, processes.\n");
     for (i = 0; i < OPTION_COUNT; i++) {
         const char *line = options[i].help;
         printf("%s %s\n", options[i].name, options[i].value);
@@ -965,12 +989,22 @@ static double now_s(void) {
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
-static const char *thousands(int64_t value, char *text);
-
 static double wall_time(void) { /* seconds since 1970 */
     struct timespec now;
     clock_gettime(CLOCK_REALTIME, &now);
     return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
+}
+
+/* Decimal digits in threes; text[32] holds any int64_t. */
+static const char *thousands(int64_t value, char *text) {
+    char digits[24];
+    int n = snprintf(digits, sizeof digits, "%lld", (long long)value), i, at = 0;
+    for (i = 0; i < n; i++) {
+        if (i > 0 && (n - i) % 3 == 0 && digits[i - 1] != '-') text[at++] = ',';
+        text[at++] = digits[i];
+    }
+    text[at] = '\0';
+    return text;
 }
 
 static double mib(size_t bytes) { return (double)bytes / (1024.0 * 1024.0); }
@@ -981,7 +1015,7 @@ static int64_t tokens_of_step(const settings *set) {
     return set->dp * set->micro_batch_size * set->micro_batches * set->seq_len;
 }
 
-/* ------------------------------------------------------------------------------------- training */
+/* --------------------------------------------------------------------------- model and pipeline */
 
 static ft_zero_config zero_config(const settings *set) {
     ft_zero_config config = ft_zero_config_default();
@@ -1101,6 +1135,8 @@ static ft_status pipeline_create(trainer *t) {
     return ft_pp_create(t->ctx, &t->mesh, &config, &t->eval_pipeline);
 }
 
+/* ---------------------------------------------------------------------------- stopping in order */
+
 /* The signal that asks for the end; the next one of either kind is deadly. */
 static volatile sig_atomic_t stop_signal;
 
@@ -1159,6 +1195,8 @@ static ft_status stop_answer(trainer *t, int *stop) {
     *stop = after >= 0 && t->step >= after;
     return FT_OK;
 }
+
+/* --------------------------------------------------------------------------------------- a step */
 
 static ft_status trainer_create(trainer *t) {
     const settings *set = t->work->set;
@@ -1250,6 +1288,8 @@ static ft_status evaluate(trainer *t, double *loss) {
     return FT_OK;
 }
 
+/* ----------------------------------------------------------------------------- what a step says */
+
 static void print_bar(const job *work, int64_t step) {
     enum { WIDTH = 20 };
     int done = (int)(step * WIDTH / work->steps);
@@ -1280,8 +1320,8 @@ static int64_t samples_after(const trainer *t, int64_t steps) {
 }
 
 /* A row of the log, and the same figures as an event each. */
-static ft_status log_step(job *work, const trainer *t, int64_t step, double lr, double seconds, double rate,
-                          size_t peak_bytes) {
+static ft_status log_step(job *work, const trainer *t, int64_t step, double lr, double seconds,
+                          double rate, size_t peak_bytes) {
     double wall = wall_time(), mfu = utilisation(work, seconds);
     ft_io_log *log = work->log;
     ft_io_tb *tb = work->tb;
@@ -1465,9 +1505,10 @@ static ft_status resume_data(trainer *t, const ft_io_manifest *m) {
     FT_TRY(manifest_hash(m, "sampler.data_hash", &was.data_hash));
     FT_TRY(manifest_hash(m, "sampler.label_hash", &was.label_hash));
     if (seed != t->work->set->seed)
-        return ft_error(FT_ERR_ARG, "%s: random.seed was %lld, here it is %lld: with another --seed "
-                        "the data would have another order, and the run not be the same", m->where,
-                        (long long)seed, (long long)t->work->set->seed);
+        return ft_error(FT_ERR_ARG, "%s: random.seed was %lld, here it is %lld: with another "
+                        "--seed the data would have another order, and the run not be the same; "
+                        "give --seed %lld", m->where, (long long)seed,
+                        (long long)t->work->set->seed, (long long)seed);
     was.seed = (uint64_t)seed;
     t->first_samples = was.samples;
     t->first_step = m->step;
@@ -1476,11 +1517,10 @@ static ft_status resume_data(trainer *t, const ft_io_manifest *m) {
 
 static ft_status checkpoint_resume(trainer *t) {
     const settings *set = t->work->set;
-    ft_io_resume from;
+    ft_io_resume from = ft_io_resume_default();
     ft_io_manifest *m;
     ft_status status = FT_OK;
     char text[32];
-    memset(&from, 0, sizeof from);
     from.dir = set->checkpoint_dir;
     if (strcmp(set->resume, "auto") != 0) from.path = set->resume;
     from.note = say_passed_over;
@@ -1500,8 +1540,7 @@ static ft_status checkpoint_resume(trainer *t) {
 
 static ft_status checkpoint_open(trainer *t) {
     const settings *set = t->work->set;
-    ft_io_checkpoint_config config;
-    memset(&config, 0, sizeof config);
+    ft_io_checkpoint_config config = ft_io_checkpoint_config_default();
     config.dir = set->checkpoint_dir;
     config.keep = (int)set->keep;
     if (config.dir) FT_TRY(ft_io_checkpoint_create(t->ctx, &config, &t->checkpoint));
@@ -1589,7 +1628,7 @@ static ft_status train(trainer *t) {
             FT_TRY(checkpoint_save(t, step + 1));
         if (!stop) FT_TRY(maybe_evaluate(t, step + 1));
     }
-    if (ft_rank(t->ctx) != 0 && ft_env_rank() < 0) return FT_OK; /* a process has a job of its own */
+    if (ft_rank(t->ctx) != 0 && ft_env_rank() < 0) return FT_OK; /* a process has its own job */
     work->seconds = now_s() - begin;
     work->first_step = t->first_step;
     work->steps_done = step;
@@ -1830,18 +1869,6 @@ static ft_status launch(job *work, ft_device device) {
 
 /* --------------------------------------------------------------------------------------- tables */
 
-/* Decimal digits in threes; text[32] holds any int64_t. */
-static const char *thousands(int64_t value, char *text) {
-    char digits[24];
-    int n = snprintf(digits, sizeof digits, "%lld", (long long)value), i, at = 0;
-    for (i = 0; i < n; i++) {
-        if (i > 0 && (n - i) % 3 == 0 && digits[i - 1] != '-') text[at++] = ',';
-        text[at++] = digits[i];
-    }
-    text[at] = '\0';
-    return text;
-}
-
 /* Columns a table of values[ranks][columns] needs for column c: 0 if it holds nothing but zeros. */
 static int column_width(int ranks, int columns, int c, const char *name, const int64_t *values) {
     char text[32];
@@ -1952,7 +1979,7 @@ static int planned_wrong(int ranks, const rank_result *plan, const rank_result *
     return wrong;
 }
 
-/* ----------------------------------------------------------------------------------------- main */
+/* ---------------------------------------------------------------------------------- the program */
 
 typedef struct program { /* what main() opens and must close */
     settings set;
@@ -2185,8 +2212,9 @@ static ft_status check_layout(program *p) {
         return ft_error(FT_ERR_ARG, "--data-format %s and --token-dtype %s say different things: "
                         "leave one out", ft_io_format_name((ft_io_format)set->data_format),
                         ft_io_format_name((ft_io_format)set->token_dtype));
-    if (set->sample && (set->token_dtype || set->data_format > 1))
-        return ft_error(FT_ERR_UNSUPPORTED, "--sample writes bytes: it needs --token-dtype bytes");
+    if (set->sample && (set->token_dtype > FT_IO_FORMAT_BYTES ||
+                        set->data_format > FT_IO_FORMAT_BYTES))
+        return ft_error(FT_ERR_UNSUPPORTED, "--sample writes bytes: it needs --data-format bytes");
     if ((set->checkpoint_dir || set->resume) && !HAS_CHECKPOINTS)
         return ft_error(FT_ERR_UNSUPPORTED, "this trainer was built without checkpoints, which "
                         "need cJSON and xxHash: install both and make build/train_llama, or "
@@ -2745,9 +2773,12 @@ static void print_stop(program *p, const job *work) {
     p->exit_status = 128 + number;
 }
 
-static void print_exported(const program *p) {
-    if (!p->set.export_dir) return;
-    printf("\nexported %s, %s\n", p->set.export_dir, p->set.export_dtype ? "bf16" : "fp32");
+/* What is made of the weights when training is over, or was before. */
+static void print_products(const program *p, const job *work) {
+    if (p->set.export_dir)
+        printf("\nexported %s, %s\n", p->set.export_dir, p->set.export_dtype ? "bf16" : "fp32");
+    if (p->set.hash) printf("\nhash %016llx\n", (unsigned long long)work->hash);
+    if (p->set.sample) print_sample(work);
 }
 
 static ft_status train_for_real(program *p) {
@@ -2784,9 +2815,7 @@ static ft_status train_for_real(program *p) {
     if (steps <= 0) {
         printf("\nnothing to train: the checkpoint is at step %lld of %lld\n",
                (long long)work.first_step, (long long)p->set.steps);
-        print_exported(p);
-        if (p->set.hash) printf("\nhash %016llx\n", (unsigned long long)work.hash);
-        if (p->set.sample) print_sample(&work);
+        print_products(p, &work);
         return FT_OK;
     }
     printf("\ntrained %lld steps in %.1f s, %.0f tok/s: loss %.4f at first, %.4f at last (nats)\n",
@@ -2806,9 +2835,7 @@ static ft_status train_for_real(program *p) {
     else printf("  NOT as planned on %d of %d ranks: please report this\n", wrong, ranks);
     printf("\nbytes sent by each rank in %lld steps\n", (long long)steps);
     FT_TRY(print_traffic(ranks, p->run));
-    print_exported(p);
-    if (p->set.hash) printf("\nhash %016llx\n", (unsigned long long)work.hash);
-    if (p->set.sample) print_sample(&work);
+    print_products(p, &work);
     return FT_OK;
 }
 
@@ -2888,7 +2915,7 @@ static ft_status write_report(const program *p, const char *settings_text) {
     return status;
 }
 
-/* How much of the last step's traffic nobody waited for. */
+/* How much of the last step's traffic beside compute nobody waited for. */
 static void print_overlap(const program *p) {
     double traffic = 0, under = 0;
     int r;
@@ -2899,8 +2926,10 @@ static void print_overlap(const program *p) {
         under += b;
     }
     if (traffic > 0)
-        printf("overlap: of %.2f ms a rank of gathers and reductions in the last step %.1f%% lie "
-               "under compute\n", 1e3 * traffic / rank_count(&p->set), 100 * under / traffic);
+        printf("overlap: of %.2f ms a rank of gathers%s in the last step %.1f%% lie under "
+               "compute\n", 1e3 * traffic / rank_count(&p->set),
+               p->set.pp_overlap ? ", reductions and exchanges" : " and reductions",
+               100 * under / traffic);
 }
 
 static ft_status write_records(program *p) {
@@ -2974,6 +3003,8 @@ static ft_status close_program(program *p, ft_status status) {
     free_program(p);
     return status != FT_OK ? status : closed;
 }
+
+/* ----------------------------------------------------------------------------------------- main */
 
 /* glibc hands freed blocks of 128 KiB and more back to the kernel at once, and every step would
    fault the same pages in again: a fifth of the time of small models. */

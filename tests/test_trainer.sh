@@ -299,7 +299,8 @@ fi
 begin=$(date +%s)
 # shellcheck disable=SC2086
 if run $small $data --steps 60 --dp 2 --zero-stage 3 --sac selective --lr 0.003 --warmup 5 \
-    --micro-batches 2 --micro-batch-size 4 --log "$dir/log" --sample 40 --hash; then
+    --micro-batches 2 --micro-batch-size 4 --log "$dir/log" --sample 40 \
+    --token-dtype bytes --hash; then
     pass "trains 60 steps"
 else
     fail "trains 60 steps" "exit status $?"

@@ -71,7 +71,8 @@ fuzz() { # FUZZER
     name=${name#fuzz_}
     mkdir -p "build/fuzz/corpus/$name"
     "$1" -max_total_time=$each -timeout=10 -rss_limit_mb=1024 -max_len=4096 \
-        -print_final_stats=1 -dict=build/fuzz/words.dict -artifact_prefix="build/fuzz/found/$name-" \
+        -print_final_stats=1 -dict=build/fuzz/words.dict \
+        -artifact_prefix="build/fuzz/found/$name-" \
         "build/fuzz/corpus/$name" "build/fuzz/seeds/$name" >"$logs/$name.log" 2>&1
     echo $? >"$logs/$name.status"
 }
