@@ -3,27 +3,16 @@
 
    Build:  cc -std=c11 -O3 -march=native -I. examples/train_llama.c -o train_llama -lm -lpthread
    GPU:    nvcc -O3 -DFT_CUDA -I. examples/train_llama.c femtotron_kernels.cu -o train_llama \
-<<<<<<< HEAD
                -arch=native -lcublasLt
-   Add     -DFT_CJSON -lcjson                         for --config and models of Hugging Face
+   Add     -DFT_CJSON -lcjson                         for --config, --init-from, --model DIR
            -DFT_CJSON -DFT_XXHASH -lcjson -lxxhash    for these and checkpoints
            -DFT_NCCL -lnccl                           to GPU's line, for NCCL and its launchers
            (make build/train_llama and make cuda add what they find)
    Run:    ./train_llama --data *.h --dp 4 --zero-stage 3 --sac selective --steps 300
-=======
-               -arch=native -lcublasLt     (make cuda does the same)
-   NCCL:   the same with -DFT_NCCL -lnccl; then
-           torchrun --no-python --nproc-per-node 8 ./train_llama --data *.h --dp 8 --zero-stage 3
->>>>>>> review
+   NCCL:   torchrun --no-python --nproc-per-node 8 ./train_llama --data *.h --dp 8 --zero-stage 3
    Plan:   ./train_llama --device meta --dp 8 --zero-stage 3 --sac full --model llama-3-8b
    Tune:   ./train_llama --init-from DIR --data *.bin --token-dtype uint16 --export TUNED
 
-   Libraries, in either build (make adds them where it finds them):
-           -DFT_CJSON -lcjson        --init-from, --model DIR, --config
-           -DFT_XXHASH -lxxhash      with cJSON: --checkpoint-dir, --resume
-
-<<<<<<< HEAD
-=======
    How it is built: one table of options drives parsing, --config and --help. main() checks
    everything that can be checked, plans the memory by running one step on the device `meta`, then
    trains. Plan and run are the same function, rank_main(): only the device differs. Read
@@ -34,7 +23,6 @@
            tables, the program, does it fit, plan and run, main
    With --device cuda any number of ranks may share a GPU, as threads.
 
->>>>>>> review
    SIGTERM and SIGINT end training after the running step, with a checkpoint where there is a
    directory for it: then the exit status is 0, without one 128 + the signal. A second signal ends
    the program at once.
