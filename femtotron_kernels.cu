@@ -1226,8 +1226,8 @@ static __device__ __forceinline__ void norm_fetch_row(const norm_args &a, int64_
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* group_sum where all groups of the block come to it equally often, and wait for each other: as fast
-   here, and a barrier that tools that look for races understand. */
+/* group_sum where all groups of the block come to it equally often, and wait for each other: as
+   fast here, and a barrier that tools that look for races understand. */
 static __device__ __forceinline__ float2 norm_groups_sum(float2 s, int lanes, float2 *room)
 {
     for (int o = 16; o; o >>= 1) {
