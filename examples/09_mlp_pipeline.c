@@ -131,7 +131,7 @@ int main(void)
     ft_config config = ft_config_default();
     config.world = P;
     for (int kind = 0; kind < FT_PP_KIND_COUNT; kind++) {
-        ft_pp_config pipeline = { (ft_pp_kind)kind, P, kind == FT_PP_INTERLEAVED ? 2 : 1, M, 0 };
+        ft_pp_config pipeline = { (ft_pp_kind)kind, P, kind == FT_PP_INTERLEAVED ? 2 : 1, M, 0, 0 };
         ft_pp_schedule *schedule;
         ft_pp_simulation *ideal;
         if (ft_pp_schedule_create(&pipeline, &schedule) != FT_OK ||

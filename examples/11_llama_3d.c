@@ -82,7 +82,7 @@ static ft_status create(replica *r, const layout *l, ft_pp **pp, ft_pp_program *
 {
     ft_zero_config zero = ft_zero_config_default();
     ft_llama_config config = ft_llama_config_default();
-    ft_pp_config pipeline = { FT_PP_1F1B, l->pp, 1, M, 0 };
+    ft_pp_config pipeline = { FT_PP_1F1B, l->pp, 1, M, 0, 0 };
     int64_t first_layer[L + 1]; /* of each stage, and the end */
     ft_tp *tp = NULL;
     r->B = SEQUENCES / M / l->dp;
