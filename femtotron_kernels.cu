@@ -265,6 +265,8 @@ static __device__ __forceinline__ float group_sum(float s, int lanes, float *roo
     return s;
 }
 
+/* The same for pairs; but where groups have several warps, all groups of the block come to it
+   equally often and wait for each other: a barrier that tools that look for races understand. */
 static __device__ __forceinline__ float2 group_sum(float2 s, int lanes, float2 *room)
 {
     for (int o = (lanes < 32 ? lanes : 32) / 2; o; o >>= 1) {
@@ -274,7 +276,7 @@ static __device__ __forceinline__ float2 group_sum(float2 s, int lanes, float2 *
     if (lanes <= 32) return s;
     const int warps = lanes / 32, first = (int)threadIdx.x / lanes * warps;
     if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = s;
-    group_wait(lanes);
+    __syncthreads();
     s = make_float2(0, 0);
     for (int i = 0; i < warps; i++) {
         s.x += room[first + i].x;
@@ -1226,26 +1228,6 @@ static __device__ __forceinline__ void norm_fetch_row(const norm_args &a, int64_
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* group_sum where all groups of the block come to it equally often, and wait for each other: as
-   fast here, and a barrier that tools that look for races understand. */
-static __device__ __forceinline__ float2 norm_groups_sum(float2 s, int lanes, float2 *room)
-{
-    for (int o = 16; o; o >>= 1) {
-        s.x += __shfl_xor_sync(~0u, s.x, o);
-        s.y += __shfl_xor_sync(~0u, s.y, o);
-    }
-    if (lanes <= 32) return s;
-    const int warps = lanes / 32, first = (int)threadIdx.x / lanes * warps;
-    if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = s;
-    __syncthreads();
-    s = make_float2(0, 0);
-    for (int i = 0; i < warps; i++) {
-        s.x += room[first + i].x;
-        s.y += room[first + i].y;
-    }
-    return s;
-}
-
 /* Long rows, K items a thread; PASS: whether there is one. Two slots: a row is fetched one turn
    ahead. One: when it is needed. */
 template <typename T, int K, int PASS>
@@ -1291,7 +1273,7 @@ static __global__ void __launch_bounds__(FTK_NORM_MOST, 4 / K) norm_grad_kernel(
                 s.y += v[j] * (g[j] * w[j]);
             }
         }
-        s = norm_groups_sum(s, a.lanes, room[turn]);
+        s = group_sum(s, a.lanes, room[turn]);
         if (!here) continue;
         const float r = rsqrtf(s.x * each + a.eps), mean = s.y * each * r;
 #pragma unroll

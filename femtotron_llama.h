@@ -25,9 +25,8 @@
    WHAT IT DOES NOT DO
      No dropout, no sliding window, no mixture of experts, no padding mask (ignore a token by its
      label, -100), no key-value cache: each call of ft_llama_logits computes all of its tokens. It
-     reads and writes no files: see
-     femtotron_io.h. Logits and the trainer's sample need a whole model on each rank: of one that is
-     cut over tp or pp there is the loss.
+     reads and writes no files: see femtotron_io.h. Logits and the trainer's sample need a whole
+     model on each rank: of one that is cut over tp or pp there is the loss.
 
    CONTENTS  (find a part by searching for its mark)
      Declarations                            Implementation
