@@ -20,6 +20,8 @@
              >>attention  causal attention with grouped kv heads: simple, mma.sync, wgmma
 
    CONCEPTS
+     names      ftk_x is called by the headers and launches ftk__x: profiles and sanitizers tell
+                Femtotron's kernels from the libraries' by these three letters.
      element    fp32 or bf16 in memory, fp32 in registers, rounded once where it is stored. The
                 gradient of an input may have the other type, and may be added to what is there.
      width      W = 16 / sizeof(T): a thread moves 16 bytes at a time where the length of a row is a
@@ -445,7 +447,7 @@ template <int W> static __device__ __forceinline__ int64_t item_at(void)
 /* ---- fill: y[n] = value; n elements out. U: the element's bits. ---- */
 
 template <typename U, int W>
-static __global__ void fill_kernel(U *y, U bits, int64_t n)
+static __global__ void ftk__fill(U *y, U bits, int64_t n)
 {
     int64_t i = item_at<W>();
     if (W > 1 && i + W <= n) {
@@ -462,15 +464,15 @@ static void fill(void *y, ft_dtype t, uint32_t bits, int64_t n, cudaStream_t str
     if (t == FT_BF16) {
         unsigned short word = (unsigned short)bits;
         if (p.wide)
-            fill_kernel<unsigned short, 8><<<p.grid, p.block, 0, stream>>>((unsigned short *)y,
-                                                                           word, n);
+            ftk__fill<unsigned short, 8><<<p.grid, p.block, 0, stream>>>((unsigned short *)y,
+                                                                         word, n);
         else
-            fill_kernel<unsigned short, 1><<<p.grid, p.block, 0, stream>>>((unsigned short *)y,
-                                                                           word, n);
+            ftk__fill<unsigned short, 1><<<p.grid, p.block, 0, stream>>>((unsigned short *)y,
+                                                                         word, n);
     } else if (p.wide) {
-        fill_kernel<unsigned, 4><<<p.grid, p.block, 0, stream>>>((unsigned *)y, bits, n);
+        ftk__fill<unsigned, 4><<<p.grid, p.block, 0, stream>>>((unsigned *)y, bits, n);
     } else {
-        fill_kernel<unsigned, 1><<<p.grid, p.block, 0, stream>>>((unsigned *)y, bits, n);
+        ftk__fill<unsigned, 1><<<p.grid, p.block, 0, stream>>>((unsigned *)y, bits, n);
     }
 }
 
@@ -492,8 +494,8 @@ FT_API ft_status ftk_fill_forward(const ft_op_call *call)
    absent `from` is zero ---- */
 
 template <typename T, int W>
-static __global__ void move_kernel(grad_out to, const T *from, int64_t rows, int64_t cols,
-                                   int64_t stride)
+static __global__ void ftk__move(grad_out to, const T *from, int64_t rows, int64_t cols,
+                                 int64_t stride)
 {
     int64_t c = item_at<W>();
     if (c >= cols) return;
@@ -520,17 +522,17 @@ static ft_status move(const char *name, grad_out to, const void *from, ft_dtype 
     if (rows > 1 && stride % width_of(t)) at = 1; /* rows begin anywhere */
     plane p = plane_of(rows, cols, t, at);
     if (t == FT_BF16 && p.wide)
-        move_kernel<bf16, 8><<<p.grid, p.block, 0, stream>>>(to, (const bf16 *)from, rows, cols,
-                                                             stride);
+        ftk__move<bf16, 8><<<p.grid, p.block, 0, stream>>>(to, (const bf16 *)from, rows, cols,
+                                                           stride);
     else if (t == FT_BF16)
-        move_kernel<bf16, 1><<<p.grid, p.block, 0, stream>>>(to, (const bf16 *)from, rows, cols,
-                                                             stride);
+        ftk__move<bf16, 1><<<p.grid, p.block, 0, stream>>>(to, (const bf16 *)from, rows, cols,
+                                                           stride);
     else if (p.wide)
-        move_kernel<float, 4><<<p.grid, p.block, 0, stream>>>(to, (const float *)from, rows, cols,
-                                                              stride);
+        ftk__move<float, 4><<<p.grid, p.block, 0, stream>>>(to, (const float *)from, rows, cols,
+                                                            stride);
     else
-        move_kernel<float, 1><<<p.grid, p.block, 0, stream>>>(to, (const float *)from, rows, cols,
-                                                              stride);
+        ftk__move<float, 1><<<p.grid, p.block, 0, stream>>>(to, (const float *)from, rows, cols,
+                                                            stride);
     return launched(name);
 }
 
@@ -585,8 +587,8 @@ static __device__ __forceinline__ void sum_at(T *out, const sum_args &a, int n, 
 }
 
 template <typename T, int W>
-static __global__ void sum_kernel(void *out, const __grid_constant__ sum_args a, int n,
-                                  int64_t count)
+static __global__ void ftk__sum(void *out, const __grid_constant__ sum_args a, int n,
+                                int64_t count)
 {
     int64_t i = item_at<W>();
     if (i + W <= count) sum_at<T, W>((T *)out, a, n, i);
@@ -609,7 +611,7 @@ FT_API ft_status ftk_sum(void *stream, void *out, ft_dtype dtype, int n, const v
         at |= FTK_AT(in[r]);
     }
     plane p = plane_of(1, count, dtype, at);
-    FTK_PLANE(sum_kernel, dtype, p, (cudaStream_t)stream, out, a, n, count);
+    FTK_PLANE(ftk__sum, dtype, p, (cudaStream_t)stream, out, a, n, count);
     return launched("sum");
 }
 
@@ -646,7 +648,7 @@ static __device__ __forceinline__ void unary_at(T *y, const T *x, int kind, floa
 }
 
 template <typename T, int W>
-static __global__ void unary_kernel(void *y, const void *x, int kind, float factor, int64_t n)
+static __global__ void ftk__unary(void *y, const void *x, int kind, float factor, int64_t n)
 {
     int64_t i = item_at<W>();
     if (i + W <= n) unary_at<T, W>((T *)y, (const T *)x, kind, factor, i);
@@ -666,8 +668,8 @@ static __device__ __forceinline__ void unary_grad_at(const grad_out &dx, const T
 }
 
 template <typename T, int W>
-static __global__ void unary_grad_kernel(grad_out dx, const void *dy, const void *x, int kind,
-                                         float factor, int64_t n)
+static __global__ void ftk__unary_grad(grad_out dx, const void *dy, const void *x, int kind,
+                                       float factor, int64_t n)
 {
     int64_t i = item_at<W>();
     if (i + W <= n) unary_grad_at<T, W>(dx, (const T *)dy, (const T *)x, kind, factor, i);
@@ -681,7 +683,7 @@ static ft_status unary_forward(const ft_op_call *call, int kind)
     const ft_view *x = &call->in[0], *y = &call->out[0];
     int64_t n = elems_of(x);
     plane p = plane_of(1, n, x->dtype, FTK_AT(x->data) | FTK_AT(y->data));
-    FTK_PLANE(unary_kernel, x->dtype, p, stream_of(call), y->data, x->data, kind,
+    FTK_PLANE(ftk__unary, x->dtype, p, stream_of(call), y->data, x->data, kind,
               (float)call->attr.f[0], n);
     return launched(call->op->name);
 }
@@ -694,7 +696,7 @@ static ft_status unary_backward(const ft_op_call *call, int kind)
     if (!dx->present) return FT_OK;
     FT_TRY(check_dout(call, 0, x->dtype));
     plane p = plane_of(1, n, x->dtype, FTK_AT(dx->data) | FTK_AT(at) | FTK_AT(dy));
-    FTK_PLANE(unary_grad_kernel, x->dtype, p, stream_of(call), grad_of(dx, call->accumulate[0]), dy,
+    FTK_PLANE(ftk__unary_grad, x->dtype, p, stream_of(call), grad_of(dx, call->accumulate[0]), dy,
               at, kind, (float)call->attr.f[0], n);
     return launched(call->op->name);
 }
@@ -720,8 +722,8 @@ static __device__ __forceinline__ void binary_at(const grad_out &y, const T *a, 
 }
 
 template <typename T, int W>
-static __global__ void binary_kernel(grad_out y, const void *a, const void *b, int product,
-                                     int64_t rows, int64_t n)
+static __global__ void ftk__binary(grad_out y, const void *a, const void *b, int product,
+                                   int64_t rows, int64_t n)
 {
     int64_t c = item_at<W>();
     if (c >= n) return;
@@ -739,7 +741,7 @@ static ft_status binary(const ft_op_call *call, grad_out y, const void *a, int p
     const ft_view *b = &call->in[1];
     int64_t n = elems_of(b), rows = elems_of(&call->in[0]) / n;
     plane p = plane_of(rows, n, b->dtype, FTK_AT(y.data) | FTK_AT(a) | FTK_AT(b->data));
-    FTK_PLANE(binary_kernel, b->dtype, p, stream_of(call), y, a, b->data, product, rows, n);
+    FTK_PLANE(ftk__binary, b->dtype, p, stream_of(call), y, a, b->data, product, rows, n);
     return launched(call->op->name);
 }
 
@@ -758,7 +760,7 @@ FT_API ft_status ftk_mul_forward(const ft_op_call *call)
    may lie over gu: a thread has read both halves of its columns before it writes them. ---- */
 
 template <typename T, int W>
-static __global__ void swiglu_kernel(void *y_, const void *gu_, int64_t rows, int64_t F)
+static __global__ void ftk__swiglu(void *y_, const void *gu_, int64_t rows, int64_t F)
 {
     T *y = (T *)y_;
     const T *gu = (const T *)gu_;
@@ -774,8 +776,8 @@ static __global__ void swiglu_kernel(void *y_, const void *gu_, int64_t rows, in
 }
 
 template <typename T, int W>
-static __global__ void swiglu_grad_kernel(grad_out dgu, const void *dy, const void *gu_,
-                                          int64_t rows, int64_t F)
+static __global__ void ftk__swiglu_grad(grad_out dgu, const void *dy, const void *gu_,
+                                        int64_t rows, int64_t F)
 {
     const T *gu = (const T *)gu_;
     int64_t c = item_at<W>();
@@ -807,7 +809,7 @@ FT_API ft_status ftk_swiglu_forward(const ft_op_call *call)
     const ft_view *gu = &call->in[0], *y = &call->out[0];
     int64_t rows = rows_of(y), F = cols_of(y);
     plane p = swiglu_plane(rows, F, gu->dtype, FTK_AT(gu->data) | FTK_AT(y->data));
-    FTK_PLANE(swiglu_kernel, gu->dtype, p, stream_of(call), y->data, gu->data, rows, F);
+    FTK_PLANE(ftk__swiglu, gu->dtype, p, stream_of(call), y->data, gu->data, rows, F);
     return launched("swiglu");
 }
 
@@ -819,7 +821,7 @@ FT_API ft_status ftk_swiglu_backward(const ft_op_call *call)
     if (!dgu->present) return FT_OK;
     FT_TRY(check_dout(call, 0, gu->dtype));
     plane p = swiglu_plane(rows, F, gu->dtype, FTK_AT(gu->data) | FTK_AT(dgu->data) | FTK_AT(dy));
-    FTK_PLANE(swiglu_grad_kernel, gu->dtype, p, stream_of(call),
+    FTK_PLANE(ftk__swiglu_grad, gu->dtype, p, stream_of(call),
               grad_of(dgu, call->accumulate[0]), dy, gu->data, rows, F);
     return launched("swiglu");
 }
@@ -827,7 +829,7 @@ FT_API ft_status ftk_swiglu_backward(const ft_op_call *call)
 /* ---- every row of y[n,o] = or += b[o] ---- */
 
 template <typename T, int W>
-static __global__ void rows_fill_kernel(grad_out y, const void *b, int64_t rows, int64_t n)
+static __global__ void ftk__rows_fill(grad_out y, const void *b, int64_t rows, int64_t n)
 {
     int64_t c = item_at<W>();
     if (c >= n) return;
@@ -851,7 +853,7 @@ static ft_status rows_fill(cudaStream_t stream, grad_out y, const void *b, ft_dt
                            int64_t o)
 {
     plane p = plane_of(n, o, t, FTK_AT(y.data) | FTK_AT(b));
-    FTK_PLANE(rows_fill_kernel, t, p, stream, y, b, n, o);
+    FTK_PLANE(ftk__rows_fill, t, p, stream, y, b, n, o);
     return launched("rows_fill");
 }
 
@@ -880,8 +882,8 @@ FT_API ft_status ftk_tp_bias(const ft_op_call *call)
    adds: 32 columns a block, thread (x, y) parts y, y + 32, ..., then those in order. One part needs
    no workspace. Reads n o elements once; the parts are at most 1/64 of that. */
 
-static __global__ void parts_kernel(const float *parts, int64_t n, int64_t stride, int64_t cols,
-                                    grad_out to)
+static __global__ void ftk__parts(const float *parts, int64_t n, int64_t stride, int64_t cols,
+                                  grad_out to)
 {
     __shared__ float room[32][33];
     int64_t c = (int64_t)blockIdx.x * 32 + threadIdx.x;
@@ -901,13 +903,13 @@ static __global__ void parts_kernel(const float *parts, int64_t n, int64_t strid
 static ft_status parts_sum(const char *name, const float *parts, int64_t n, int64_t stride,
                            int64_t cols, grad_out to, cudaStream_t stream)
 {
-    parts_kernel<<<(unsigned)over(cols, 32), dim3(32, 32), 0, stream>>>(parts, n, stride, cols, to);
+    ftk__parts<<<(unsigned)over(cols, 32), dim3(32, 32), 0, stream>>>(parts, n, stride, cols, to);
     return launched(name);
 }
 
 template <typename T, int W>
-static __global__ void rows_sum_kernel(const void *x_, const void *f_, int64_t n, int64_t o,
-                                       float *parts, grad_out to, int vec)
+static __global__ void ftk__rows_sum(const void *x_, const void *f_, int64_t n, int64_t o,
+                                     float *parts, grad_out to, int vec)
 {
     const T *x = (const T *)x_, *f = (const T *)f_;
     __shared__ float room[8][32 * W];
@@ -946,7 +948,7 @@ static ft_status rows_sum(const char *name, cudaStream_t stream, grad_out to, co
     int vec = aligned(FTK_AT(to.data) | FTK_AT(x) | FTK_AT(f) | FTK_AT(parts));
     if (!parts) n_parts = 1;
     dim3 grid((unsigned)over(o, wide ? 32 * W : 32), (unsigned)n_parts, 1), block(32, 8, 1);
-    FTK_ROWS(rows_sum_kernel, t, wide, grid, block, 0, stream, x, f, n, o, parts, to, vec);
+    FTK_ROWS(ftk__rows_sum, t, wide, grid, block, 0, stream, x, f, n, o, parts, to, vec);
     FT_TRY(launched(name));
     return parts ? parts_sum(name, parts, n_parts, o, o, to, stream) : FT_OK;
 }
@@ -1024,7 +1026,7 @@ FT_API ft_status ftk_mul_backward(const ft_op_call *call)
    it fetched itself, so the ring needs no barrier. Weights come from the L1 cache. On an H200,
    bf16, C 768 to 8192: forward 0.89 to 0.93 of a copy's bandwidth, with the residual 0.97 to 1.00;
    backward 0.72 to 0.83, with `pass` 0.83 to 0.88.
-   dw: parts [blocks, sets, C] fp32, at most 264 blocks, added by parts_kernel. */
+   dw: parts [blocks, sets, C] fp32, at most 264 blocks, added by ftk__parts. */
 
 enum { FTK_NORM_THREADS = 256, FTK_NORM_MOST = 512 /* of a block */, FTK_NORM_DEEP = 4 };
 
@@ -1075,7 +1077,7 @@ static __device__ __forceinline__ int64_t norm_first(const norm_args &a, const n
 /* Long rows. Group g of block b takes row b * groups + g, and every gridDim * groups-th after it;
    item k of a thread begins at element (lane + k * lanes) * W. */
 template <typename T>
-static __global__ void __launch_bounds__(FTK_NORM_MOST, 2) norm_kernel(norm_args a)
+static __global__ void __launch_bounds__(FTK_NORM_MOST, 2) ftk__norm(norm_args a)
 {
     constexpr int W = FTK_WIDTH(T), K = FTK_NORM_DEEP;
     __shared__ float room[2][FTK_NORM_MOST / 32];
@@ -1134,7 +1136,7 @@ static __global__ void __launch_bounds__(FTK_NORM_MOST, 2) norm_kernel(norm_args
 /* Short rows. Group g of block b takes rows (b * groups + g) * R .. + R, and so on; the weights
    stay packed in registers, 16 bytes a set. */
 template <typename T, int SETS>
-static __global__ void __launch_bounds__(FTK_NORM_THREADS, 4) norm_short_kernel(norm_args a)
+static __global__ void __launch_bounds__(FTK_NORM_THREADS, 4) ftk__norm_short(norm_args a)
 {
     constexpr int W = FTK_WIDTH(T), R = FTK_NORM_DEEP;
     const int lane = (int)threadIdx.x % a.lanes, group = (int)threadIdx.x / a.lanes;
@@ -1231,7 +1233,7 @@ static __device__ __forceinline__ void norm_fetch_row(const norm_args &a, int64_
 /* Long rows, K items a thread; PASS: whether there is one. Two slots: a row is fetched one turn
    ahead. One: when it is needed. */
 template <typename T, int K, int PASS>
-static __global__ void __launch_bounds__(FTK_NORM_MOST, 4 / K) norm_grad_kernel(norm_args a)
+static __global__ void __launch_bounds__(FTK_NORM_MOST, 4 / K) ftk__norm_grad(norm_args a)
 {
     constexpr int W = FTK_WIDTH(T), SLOT = (2 + PASS) * K;
     __shared__ float2 room[2][FTK_NORM_MOST / 32];
@@ -1309,7 +1311,7 @@ static __global__ void __launch_bounds__(FTK_NORM_MOST, 4 / K) norm_grad_kernel(
 }
 
 template <typename T, int SETS>
-static __global__ void __launch_bounds__(FTK_NORM_THREADS, 2) norm_short_grad_kernel(norm_args a)
+static __global__ void __launch_bounds__(FTK_NORM_THREADS, 2) ftk__norm_short_grad(norm_args a)
 {
     constexpr int W = FTK_WIDTH(T), R = FTK_NORM_DEEP;
     extern __shared__ __align__(16) float sums[]; /* [groups][lanes * W] */
@@ -1403,7 +1405,7 @@ static __device__ float2 norm_stats(const norm_args &a, const T *x, float2 *room
 }
 
 template <typename T, int W>
-static __global__ void __launch_bounds__(FTK_NORM_MOST) norm_any_kernel(norm_args a)
+static __global__ void __launch_bounds__(FTK_NORM_MOST) ftk__norm_any(norm_args a)
 {
     __shared__ float2 room[32];
     for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
@@ -1438,7 +1440,7 @@ static __global__ void __launch_bounds__(FTK_NORM_MOST) norm_any_kernel(norm_arg
 
 /* Parts are added to in memory: each thread has columns of its own. */
 template <typename T, int W>
-static __global__ void __launch_bounds__(FTK_NORM_MOST) norm_any_grad_kernel(norm_args a)
+static __global__ void __launch_bounds__(FTK_NORM_MOST) ftk__norm_any_grad(norm_args a)
 {
     __shared__ float2 room[32];
     float *parts = a.parts ? a.parts + (int64_t)blockIdx.x * a.sets * a.C : NULL;
@@ -1553,16 +1555,16 @@ static ft_status norm_forward(const ft_op_call *call, norm_args a, ft_dtype t)
     a.lanes = norm_lanes(a.C, t, &a);
     if (!a.lanes) {
         unsigned blocks = (unsigned)least(a.rows, 8 * FTK_BLOCKS);
-        FTK_ROWS(norm_any_kernel, t, a.C % W == 0, blocks, FTK_NORM_THREADS, 0, stream, a);
+        FTK_ROWS(ftk__norm_any, t, a.C % W == 0, blocks, FTK_NORM_THREADS, 0, stream, a);
     } else if (a.C > 32 * W) { /* of smaller blocks too few fit on a multiprocessor */
         unsigned threads = (unsigned)norm_threads(a.lanes, FTK_NORM_THREADS);
         unsigned blocks = (unsigned)least(over(a.rows, threads / a.lanes), 1 << 20);
-        if (t == FT_BF16) norm_kernel<bf16><<<blocks, threads, 0, stream>>>(a);
-        else norm_kernel<float><<<blocks, threads, 0, stream>>>(a);
+        if (t == FT_BF16) ftk__norm<bf16><<<blocks, threads, 0, stream>>>(a);
+        else ftk__norm<float><<<blocks, threads, 0, stream>>>(a);
     } else {
         int64_t rows = FTK_NORM_THREADS / a.lanes * FTK_NORM_DEEP; /* of a block at a time */
         unsigned blocks = (unsigned)least(over(a.rows, rows), FTK_BLOCKS);
-        FTK_NORM_SHORT(norm_short_kernel, t, a, blocks, 0, stream);
+        FTK_NORM_SHORT(ftk__norm_short, t, a, blocks, 0, stream);
     }
     return launched(call->op->name);
 }
@@ -1581,7 +1583,7 @@ static ft_status norm_grad_launch(const char *name, norm_args a, unsigned blocks
     if (error == cudaSuccess)
         error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     if (error == cudaSuccess)
-        error = cudaFuncSetAttribute((const void *)norm_grad_kernel<T, K, PASS>,
+        error = cudaFuncSetAttribute((const void *)ftk__norm_grad<T, K, PASS>,
                                      cudaFuncAttributeMaxDynamicSharedMemorySize, most - FIXED);
     if (error != cudaSuccess)
         return ft_error(FT_ERR_UNSUPPORTED, "kernel %s was not launched: %s", name,
@@ -1589,7 +1591,7 @@ static ft_status norm_grad_launch(const char *name, norm_args a, unsigned blocks
     a.stages = 2 * shared + FIXED <= (size_t)most ? 2 : 1;
     shared *= (size_t)a.stages;
     if (shared < sums) shared = sums;
-    norm_grad_kernel<T, K, PASS><<<blocks, threads, shared, stream>>>(a);
+    ftk__norm_grad<T, K, PASS><<<blocks, threads, shared, stream>>>(a);
     return FT_OK;
 }
 
@@ -1637,13 +1639,13 @@ static ft_status norm_backward(const ft_op_call *call, norm_args a, ft_dtype t,
     if (!a.lanes) {
         unsigned blocks = (unsigned)(n ? n : least(a.rows, 8 * FTK_BLOCKS));
         unsigned threads = a.C > FTK_NORM_THREADS * W ? FTK_NORM_MOST : FTK_NORM_THREADS;
-        FTK_ROWS(norm_any_grad_kernel, t, a.C % W == 0, blocks, threads, 0, stream, a);
+        FTK_ROWS(ftk__norm_any_grad, t, a.C % W == 0, blocks, threads, 0, stream, a);
     } else if (a.C > 32 * W) {
         FT_TRY(norm_grad_start(call->op->name, a, t, n, stream));
     } else {
         int64_t rows = FTK_NORM_THREADS / a.lanes * FTK_NORM_DEEP;
         unsigned blocks = (unsigned)(n ? n : least(over(a.rows, rows), FTK_BLOCKS));
-        FTK_NORM_SHORT(norm_short_grad_kernel, t, a, blocks,
+        FTK_NORM_SHORT(ftk__norm_short_grad, t, a, blocks,
                        FTK_NORM_THREADS * W * sizeof(float), stream);
     }
     FT_TRY(launched(call->op->name));
@@ -1793,7 +1795,7 @@ FT_API ft_status ftk_layer_norm_backward(const ft_op_call *call)
    pairs (i, i + D/2); backward with sign -1. table fp32 [T, D/2, 2] of (cos, sin). Threads x take W
    neighbouring pairs, threads y heads; the angles stay in registers. Value heads are copied in the
    same way unless they are in place. Moves 2 B T (H+K) D elements: the bound is their bytes.
-   rope_kernel takes any D, a token a block, a head at a time. rope_wide_kernel is for halves of up
+   ftk__rope takes any D, a token a block, a head at a time. ftk__rope_wide is for halves of up
    to 32 items of 16 bytes: threads z over tokens, and FTK_TURNED heads of a thread under way at a
    time, which divides what the angles cost by as many. */
 
@@ -1808,7 +1810,7 @@ typedef struct rope_args {
     int vec;
 } rope_args;
 
-template <typename T, int W> static __global__ void rope_kernel(rope_args a)
+template <typename T, int W> static __global__ void ftk__rope(rope_args a)
 {
     const T *from = (const T *)a.from;
     const int64_t half = a.D / 2;
@@ -1840,7 +1842,7 @@ template <typename T, int W> static __global__ void rope_kernel(rope_args a)
     }
 }
 
-template <typename T> static __global__ void __launch_bounds__(256, 3) rope_wide_kernel(rope_args a)
+template <typename T> static __global__ void __launch_bounds__(256, 3) ftk__rope_wide(rope_args a)
 {
     constexpr int W = FTK_WIDTH(T), R = FTK_TURNED;
     const T *from = (const T *)a.from;
@@ -1918,14 +1920,14 @@ static ft_status rope(const ft_op_call *call, grad_out to, const ft_view *from, 
         int64_t y = least(over(a.heads, FTK_TURNED), 256 / x), z = 256 / (x * y);
         dim3 block((unsigned)x, (unsigned)y, (unsigned)least(z, 64));
         unsigned blocks = (unsigned)least(over(a.rows, block.z), 1 << 20);
-        if (t == FT_BF16) rope_wide_kernel<bf16><<<blocks, block, 0, stream>>>(a);
-        else rope_wide_kernel<float><<<blocks, block, 0, stream>>>(a);
+        if (t == FT_BF16) ftk__rope_wide<bf16><<<blocks, block, 0, stream>>>(a);
+        else ftk__rope_wide<float><<<blocks, block, 0, stream>>>(a);
         return launched("rope");
     }
     int64_t turns = over(a.heads, 256 / x); /* of a thread, over heads */
     dim3 block((unsigned)x, (unsigned)over(a.heads, turns), 1);
     unsigned blocks = (unsigned)least(a.rows, 1 << 20);
-    FTK_ROWS(rope_kernel, t, wide, blocks, block, 0, stream, a);
+    FTK_ROWS(ftk__rope, t, wide, blocks, block, 0, stream, a);
     return launched("rope");
 }
 
@@ -1947,7 +1949,7 @@ FT_API ft_status ftk_rope_backward(const ft_op_call *call)
    passes over it. */
 
 template <typename T, int W>
-static __global__ void softmax_kernel(void *y_, const void *x_, int64_t rows, int64_t n, int vec)
+static __global__ void ftk__softmax(void *y_, const void *x_, int64_t rows, int64_t n, int vec)
 {
     __shared__ float2 room[32];
     __shared__ float tops[32];
@@ -1975,8 +1977,8 @@ static __global__ void softmax_kernel(void *y_, const void *x_, int64_t rows, in
 }
 
 template <typename T, int W>
-static __global__ void softmax_grad_kernel(grad_out dx, const void *dy_, const void *y_,
-                                           int64_t rows, int64_t n, int vec)
+static __global__ void ftk__softmax_grad(grad_out dx, const void *dy_, const void *y_,
+                                         int64_t rows, int64_t n, int vec)
 {
     __shared__ float2 room[32];
     const T *dy = (const T *)dy_;
@@ -2011,7 +2013,7 @@ FT_API ft_status ftk_softmax_forward(const ft_op_call *call)
     int64_t rows = rows_of(x), n = cols_of(x), W = width_of(x->dtype);
     int wide = n % W == 0, vec = aligned(FTK_AT(x->data) | FTK_AT(y->data));
     unsigned blocks = (unsigned)least(rows, 1 << 20), threads = row_threads(wide ? n / W : n);
-    FTK_ROWS(softmax_kernel, x->dtype, wide, blocks, threads, 0, stream_of(call), y->data, x->data,
+    FTK_ROWS(ftk__softmax, x->dtype, wide, blocks, threads, 0, stream_of(call), y->data, x->data,
              rows, n, vec);
     return launched("softmax");
 }
@@ -2025,7 +2027,7 @@ FT_API ft_status ftk_softmax_backward(const ft_op_call *call)
     FT_TRY(check_dout(call, 0, y->dtype));
     int wide = n % W == 0, vec = aligned(FTK_AT(y->data) | FTK_AT(dx->data) | FTK_AT(dy));
     unsigned blocks = (unsigned)least(rows, 1 << 20), threads = row_threads(wide ? n / W : n);
-    FTK_ROWS(softmax_grad_kernel, y->dtype, wide, blocks, threads, 0, stream_of(call),
+    FTK_ROWS(ftk__softmax_grad, y->dtype, wide, blocks, threads, 0, stream_of(call),
              grad_of(dx, call->accumulate[0]), dy, y->data, rows, n, vec);
     return launched("softmax");
 }
@@ -2045,8 +2047,8 @@ static __device__ __forceinline__ double piece(const T *x, int square, int vec)
 }
 
 template <typename T>
-static __global__ void __launch_bounds__(256) total_kernel(const void *x_, int64_t n, int square,
-                                                           double *parts, int vec)
+static __global__ void __launch_bounds__(256) ftk__total(const void *x_, int64_t n, int square,
+                                                         double *parts, int vec)
 {
     constexpr int W = FTK_WIDTH(T);
     __shared__ double room[32];
@@ -2061,8 +2063,8 @@ static __global__ void __launch_bounds__(256) total_kernel(const void *x_, int64
     if (threadIdx.x == 0) parts[blockIdx.x] = s;
 }
 
-static __global__ void __launch_bounds__(256) total_end_kernel(const double *parts, int n,
-                                                               double by, float *out)
+static __global__ void __launch_bounds__(256) ftk__total_end(const double *parts, int n,
+                                                             double by, float *out)
 {
     __shared__ double room[32];
     double s = 0;
@@ -2081,10 +2083,10 @@ static ft_status total(const ft_op_call *call, const ft_view *x, int64_t n, int 
     if (!blocks)
         return ft_error(FT_ERR_UNSUPPORTED, "%s: no workspace", call->op->name);
     if (x->dtype == FT_BF16)
-        total_kernel<bf16><<<blocks, 256, 0, stream>>>(x->data, n, square, parts, vec);
-    else total_kernel<float><<<blocks, 256, 0, stream>>>(x->data, n, square, parts, vec);
+        ftk__total<bf16><<<blocks, 256, 0, stream>>>(x->data, n, square, parts, vec);
+    else ftk__total<float><<<blocks, 256, 0, stream>>>(x->data, n, square, parts, vec);
     FT_TRY(launched(call->op->name));
-    total_end_kernel<<<1, 256, 0, stream>>>(parts, (int)blocks, by, out);
+    ftk__total_end<<<1, 256, 0, stream>>>(parts, (int)blocks, by, out);
     return launched(call->op->name);
 }
 
@@ -2096,7 +2098,7 @@ FT_API ft_status ftk_mean_forward(const ft_op_call *call)
 
 /* dx[n] = or += dout / n */
 template <typename T, int W>
-static __global__ void mean_grad_kernel(grad_out dx, const float *dout, int64_t n)
+static __global__ void ftk__mean_grad(grad_out dx, const float *dout, int64_t n)
 {
     const float each = dout ? (float)((double)*dout / (double)n) : 0.0f;
     int64_t i = item_at<W>();
@@ -2119,7 +2121,7 @@ FT_API ft_status ftk_mean_backward(const ft_op_call *call)
     if (!dx->present) return FT_OK;
     FT_TRY(check_dout(call, 0, FT_F32));
     plane p = plane_of(1, n, dx->dtype, FTK_AT(dx->data));
-    FTK_PLANE(mean_grad_kernel, dx->dtype, p, stream_of(call), grad_of(dx, call->accumulate[0]),
+    FTK_PLANE(ftk__mean_grad, dx->dtype, p, stream_of(call), grad_of(dx, call->accumulate[0]),
               (const float *)data_of(&call->dout[0]), n);
     return launched("mean");
 }
@@ -2169,7 +2171,7 @@ static __device__ __forceinline__ int64_t lookup_row(const lookup_args &a, int64
     return row >= 0 && row < a.rows && token < a.V ? row : -1;
 }
 
-template <typename T, int W> static __global__ void lookup_kernel(lookup_args a)
+template <typename T, int W> static __global__ void ftk__lookup(lookup_args a)
 {
     const int64_t c = item_at<W>();
     if (c >= a.C) return;
@@ -2184,7 +2186,7 @@ template <typename T, int W> static __global__ void lookup_kernel(lookup_args a)
     }
 }
 
-static __global__ void lookup_count_kernel(lookup_args a)
+static __global__ void ftk__lookup_count(lookup_args a)
 {
     const int64_t step = (int64_t)gridDim.x * blockDim.x;
     const int lane = threadIdx.x & 31;
@@ -2220,7 +2222,7 @@ static __device__ int block_upto(int x, int *room, int *all)
 }
 
 /* Block b: the chunks before chunk b, then the rows of it. */
-static __global__ void __launch_bounds__(FTK_CHUNK) lookup_room_kernel(lookup_args a)
+static __global__ void __launch_bounds__(FTK_CHUNK) ftk__lookup_room(lookup_args a)
 {
     __shared__ int room[32];
     const int64_t v = (int64_t)blockIdx.x * FTK_CHUNK + threadIdx.x;
@@ -2233,7 +2235,7 @@ static __global__ void __launch_bounds__(FTK_CHUNK) lookup_room_kernel(lookup_ar
     if (threadIdx.x == 0 && blockIdx.x == gridDim.x - 1) a.total[gridDim.x] = base + all;
 }
 
-static __global__ void lookup_place_kernel(lookup_args a)
+static __global__ void ftk__lookup_place(lookup_args a)
 {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < a.n;
          i += (int64_t)gridDim.x * blockDim.x) {
@@ -2278,7 +2280,7 @@ static __device__ void lookup_scan(const lookup_args &a, int64_t v, int32_t *to,
 
 /* Block b takes rows b, b + gridDim, ..., 256 of them at a time: each warp sorts the short lists of
    its 32, then the block makes the long ones. A position's rank is how many are smaller. */
-static __global__ void __launch_bounds__(256) lookup_order_kernel(lookup_args a)
+static __global__ void __launch_bounds__(256) ftk__lookup_order(lookup_args a)
 {
     __shared__ int room[2][32], longs;
     __shared__ int64_t list[256];
@@ -2307,7 +2309,7 @@ static __global__ void __launch_bounds__(256) lookup_order_kernel(lookup_args a)
 }
 
 /* Rows that no token asks for. A plane of rows x items. */
-template <typename T, int W> static __global__ void lookup_clear_kernel(lookup_args a)
+template <typename T, int W> static __global__ void ftk__lookup_clear(lookup_args a)
 {
     const int64_t c = item_at<W>();
     if (c >= a.C) return;
@@ -2320,7 +2322,7 @@ template <typename T, int W> static __global__ void lookup_clear_kernel(lookup_a
 
 /* Block (p, tile): piece p, blockDim * W columns. Eight rows of dy are under way at a time. */
 template <typename T, int W>
-static __global__ void __launch_bounds__(256) lookup_sum_kernel(lookup_args a)
+static __global__ void __launch_bounds__(256) ftk__lookup_sum(lookup_args a)
 {
     constexpr int R = 8;
     __shared__ int32_t order[FTK_PIECE], row[FTK_PIECE];
@@ -2371,7 +2373,7 @@ static __global__ void __launch_bounds__(256) lookup_sum_kernel(lookup_args a)
 /* Block (p, y) of 32 x 16 threads: the list that begins in piece p and ends in a later one, if
    there is one; 32 W columns at a time. Its first partial sum is the second of piece p, the others
    are the first ones of the pieces behind it. */
-template <int W> static __global__ void __launch_bounds__(512) lookup_join_kernel(lookup_args a)
+template <int W> static __global__ void __launch_bounds__(512) ftk__lookup_join(lookup_args a)
 {
     __shared__ float room[16][32 * W];
     const int64_t chunks = (a.rows + FTK_CHUNK - 1) / FTK_CHUNK, p = blockIdx.x;
@@ -2411,7 +2413,7 @@ static ft_status lookup_forward(const ft_op_call *call, lookup_args a, ft_dtype 
     uintptr_t at = FTK_AT(a.y) | FTK_AT(a.table);
     if (a.C % width_of(t)) at |= 1; /* rows of the table begin anywhere */
     plane p = plane_of(a.n, a.C, t, at);
-    FTK_PLANE(lookup_kernel, t, p, stream_of(call), a);
+    FTK_PLANE(ftk__lookup, t, p, stream_of(call), a);
     return launched(call->op->name);
 }
 
@@ -2426,13 +2428,13 @@ static ft_status lookup_sort(const char *name, const lookup_args &a, cudaStream_
         return ft_error(FT_ERR_UNSUPPORTED, "%s: clearing the counts: %s", name,
                         cudaGetErrorString(error));
     }
-    lookup_count_kernel<<<some, 256, 0, stream>>>(a);
+    ftk__lookup_count<<<some, 256, 0, stream>>>(a);
     FT_TRY(launched(name));
-    lookup_room_kernel<<<(unsigned)chunks, FTK_CHUNK, 0, stream>>>(a);
+    ftk__lookup_room<<<(unsigned)chunks, FTK_CHUNK, 0, stream>>>(a);
     FT_TRY(launched(name));
-    lookup_place_kernel<<<some, 256, 0, stream>>>(a);
+    ftk__lookup_place<<<some, 256, 0, stream>>>(a);
     FT_TRY(launched(name));
-    lookup_order_kernel<<<(unsigned)least(a.rows, FTK_BLOCKS), 256, 0, stream>>>(a);
+    ftk__lookup_order<<<(unsigned)least(a.rows, FTK_BLOCKS), 256, 0, stream>>>(a);
     return launched(name);
 }
 
@@ -2457,17 +2459,17 @@ static ft_status lookup_backward(const ft_op_call *call, lookup_args a, ft_dtype
     FT_TRY(lookup_sort(name, a, stream));
     if (!a.dtable.add) {
         plane p = plane_of(a.rows, a.C, t, wide ? FTK_AT(a.dtable.data) : 1);
-        FTK_PLANE(lookup_clear_kernel, t, p, stream, a);
+        FTK_PLANE(ftk__lookup_clear, t, p, stream, a);
         FT_TRY(launched(name));
     }
     const unsigned pieces = (unsigned)over(a.n, FTK_PIECE);
     const unsigned threads = row_threads(wide ? a.C / W : a.C);
     dim3 grid(pieces, (unsigned)over(a.C, (int64_t)threads * (wide ? W : 1)), 1);
-    FTK_ROWS(lookup_sum_kernel, t, wide, grid, threads, 0, stream, a);
+    FTK_ROWS(ftk__lookup_sum, t, wide, grid, threads, 0, stream, a);
     FT_TRY(launched(name));
     grid.y = (unsigned)least(over(a.C, 128), 4);
-    if (a.C % 4 == 0) lookup_join_kernel<4><<<grid, dim3(32, 16, 1), 0, stream>>>(a);
-    else lookup_join_kernel<1><<<grid, dim3(32, 16, 1), 0, stream>>>(a);
+    if (a.C % 4 == 0) ftk__lookup_join<4><<<grid, dim3(32, 16, 1), 0, stream>>>(a);
+    else ftk__lookup_join<1><<<grid, dim3(32, 16, 1), 0, stream>>>(a);
     return launched(name);
 }
 
@@ -2676,10 +2678,10 @@ static __device__ int64_t labels_counted(const int32_t *labels, int64_t n, int64
     return (int64_t)block_sum((double)counted, room);
 }
 
-static __global__ void __launch_bounds__(1024) ce_begin_kernel(ftk_ce_state *state,
-                                                               const int32_t *labels, int64_t n,
-                                                               int64_t V, const float *scale,
-                                                               const float *dloss, uint64_t *fault)
+static __global__ void __launch_bounds__(1024) ftk__ce_begin(ftk_ce_state *state,
+                                                             const int32_t *labels, int64_t n,
+                                                             int64_t V, const float *scale,
+                                                             const float *dloss, uint64_t *fault)
 {
     __shared__ double room[32];
     const int64_t counted = labels_counted(labels, n, V, fault, FTK_FAULT_CE, room);
@@ -2694,15 +2696,15 @@ static __global__ void __launch_bounds__(1024) ce_begin_kernel(ftk_ce_state *sta
 FT_API ft_status ftk_ce_begin(void *stream, ftk_ce_state *state, const int32_t *labels, int64_t n,
                               int64_t V, const float *scale, const float *dloss, uint64_t *fault)
 {
-    ce_begin_kernel<<<1, 1024, 0, (cudaStream_t)stream>>>(state, labels, n, V, scale, dloss, fault);
+    ftk__ce_begin<<<1, 1024, 0, (cudaStream_t)stream>>>(state, labels, n, V, scale, dloss, fault);
     return launched("ce_begin");
 }
 
 template <typename T>
-static __global__ void __launch_bounds__(1024) ce_tokens_kernel(void *z_, const int32_t *labels,
-                                                                int64_t c, int64_t V,
-                                                                const ftk_ce_state *state,
-                                                                float *losses, int grads)
+static __global__ void __launch_bounds__(1024) ftk__ce_tokens(void *z_, const int32_t *labels,
+                                                              int64_t c, int64_t V,
+                                                              const ftk_ce_state *state,
+                                                              float *losses, int grads)
 {
     __shared__ float2 room[32];
     __shared__ float tops[32];
@@ -2732,13 +2734,13 @@ FT_API ft_status ftk_ce_tokens(void *stream, void *z, ft_dtype dtype, const int3
     unsigned blocks = (unsigned)least(c, 1 << 30), threads = loss_threads(V);
     cudaStream_t s = (cudaStream_t)stream;
     if (dtype == FT_BF16)
-        ce_tokens_kernel<bf16><<<blocks, threads, 0, s>>>(z, labels, c, V, state, losses, grads);
-    else ce_tokens_kernel<float><<<blocks, threads, 0, s>>>(z, labels, c, V, state, losses, grads);
+        ftk__ce_tokens<bf16><<<blocks, threads, 0, s>>>(z, labels, c, V, state, losses, grads);
+    else ftk__ce_tokens<float><<<blocks, threads, 0, s>>>(z, labels, c, V, state, losses, grads);
     return launched("ce_tokens");
 }
 
-static __global__ void __launch_bounds__(1024) ce_end_kernel(const float *losses, int64_t n,
-                                                             const ftk_ce_state *state, float *loss)
+static __global__ void __launch_bounds__(1024) ftk__ce_end(const float *losses, int64_t n,
+                                                           const ftk_ce_state *state, float *loss)
 {
     __shared__ double room[32];
     double s = 0;
@@ -2751,7 +2753,7 @@ static __global__ void __launch_bounds__(1024) ce_end_kernel(const float *losses
 FT_API ft_status ftk_ce_end(void *stream, const float *losses, int64_t n,
                             const ftk_ce_state *state, float *loss)
 {
-    ce_end_kernel<<<1, 1024, 0, (cudaStream_t)stream>>>(losses, n, state, loss);
+    ftk__ce_end<<<1, 1024, 0, (cudaStream_t)stream>>>(losses, n, state, loss);
     return launched("ce_end");
 }
 
@@ -2813,12 +2815,12 @@ static __device__ tp_token tp_token_all(const tp_loss_args &a, int64_t k)
     return t;
 }
 
-static __global__ void __launch_bounds__(1024) tp_loss_begin_kernel(tp_sums *sums,
-                                                                    const int32_t *labels,
-                                                                    int64_t n, int64_t V,
-                                                                    const float *scale,
-                                                                    const float *dloss,
-                                                                    uint64_t *fault)
+static __global__ void __launch_bounds__(1024) ftk__tp_loss_begin(tp_sums *sums,
+                                                                  const int32_t *labels,
+                                                                  int64_t n, int64_t V,
+                                                                  const float *scale,
+                                                                  const float *dloss,
+                                                                  uint64_t *fault)
 {
     __shared__ double room[32];
     const int64_t counted = labels_counted(labels, n, V, fault, FTK_FAULT_TP_CE, room);
@@ -2835,7 +2837,7 @@ static __global__ void __launch_bounds__(1024) tp_loss_begin_kernel(tp_sums *sum
 FT_API ft_status ftk_tp_loss_begin(const ft_op_call *call)
 {
     const ft_view *labels = &call->in[0];
-    tp_loss_begin_kernel<<<1, 1024, 0, stream_of(call)>>>(
+    ftk__tp_loss_begin<<<1, 1024, 0, stream_of(call)>>>(
         (tp_sums *)call->out[0].data, (const int32_t *)labels->data, elems_of(labels),
         call->attr.i[0], (const float *)data_of(&call->in[1]),
         (const float *)data_of(&call->in[2]), call->fault);
@@ -2843,8 +2845,8 @@ FT_API ft_status ftk_tp_loss_begin(const ft_op_call *call)
 }
 
 template <typename T>
-static __global__ void __launch_bounds__(1024) tp_loss_stats_kernel(float *out, const void *z_,
-                                                                    tp_loss_args a)
+static __global__ void __launch_bounds__(1024) ftk__tp_loss_stats(float *out, const void *z_,
+                                                                  tp_loss_args a)
 {
     __shared__ float2 room[32];
     __shared__ float tops[32];
@@ -2873,15 +2875,15 @@ FT_API ft_status ftk_tp_loss_stats(const ft_op_call *call)
     a.rows = z->present ? cols_of(z) : 0;
     unsigned blocks = (unsigned)least(a.c, 1 << 30), threads = loss_threads(a.rows);
     if (z->dtype == FT_BF16)
-        tp_loss_stats_kernel<bf16><<<blocks, threads, 0, stream_of(call)>>>((float *)out->data,
-                                                                           data_of(z), a);
+        ftk__tp_loss_stats<bf16><<<blocks, threads, 0, stream_of(call)>>>((float *)out->data,
+                                                                          data_of(z), a);
     else
-        tp_loss_stats_kernel<float><<<blocks, threads, 0, stream_of(call)>>>((float *)out->data,
-                                                                            data_of(z), a);
+        ftk__tp_loss_stats<float><<<blocks, threads, 0, stream_of(call)>>>((float *)out->data,
+                                                                           data_of(z), a);
     return launched("tp_loss_stats");
 }
 
-static __global__ void __launch_bounds__(1024) tp_loss_add_kernel(tp_sums *sums, tp_loss_args a)
+static __global__ void __launch_bounds__(1024) ftk__tp_loss_add(tp_sums *sums, tp_loss_args a)
 {
     __shared__ double room[32];
     double s = 0;
@@ -2901,13 +2903,13 @@ FT_API ft_status ftk_tp_loss_add(const ft_op_call *call)
     a.stats = (const float *)stats->data;
     a.ranks = stats->shape[0];
     a.c = stats->shape[1];
-    tp_loss_add_kernel<<<1, 1024, 0, stream_of(call)>>>((tp_sums *)call->out[0].data, a);
+    ftk__tp_loss_add<<<1, 1024, 0, stream_of(call)>>>((tp_sums *)call->out[0].data, a);
     return launched("tp_loss_add");
 }
 
 template <typename T>
-static __global__ void __launch_bounds__(1024) tp_loss_grad_kernel(void *z_, const tp_sums *sums,
-                                                                   tp_loss_args a)
+static __global__ void __launch_bounds__(1024) ftk__tp_loss_grad(void *z_, const tp_sums *sums,
+                                                                 tp_loss_args a)
 {
     __shared__ float most, by;
     const float factor = sums->factor;
@@ -2940,20 +2942,20 @@ FT_API ft_status ftk_tp_loss_grad(const ft_op_call *call)
     a.rows = cols_of(z);
     unsigned blocks = (unsigned)least(elems_of(z) / a.rows, 1 << 30), n = loss_threads(a.rows);
     if (z->dtype == FT_BF16)
-        tp_loss_grad_kernel<bf16><<<blocks, n, 0, stream_of(call)>>>(z->data, sums, a);
-    else tp_loss_grad_kernel<float><<<blocks, n, 0, stream_of(call)>>>(z->data, sums, a);
+        ftk__tp_loss_grad<bf16><<<blocks, n, 0, stream_of(call)>>>(z->data, sums, a);
+    else ftk__tp_loss_grad<float><<<blocks, n, 0, stream_of(call)>>>(z->data, sums, a);
     return launched("tp_loss_grad");
 }
 
-static __global__ void tp_loss_end_kernel(float *loss, const tp_sums *sums)
+static __global__ void ftk__tp_loss_end(float *loss, const tp_sums *sums)
 {
     *loss = (float)(sums->by * sums->total);
 }
 
 FT_API ft_status ftk_tp_loss_end(const ft_op_call *call)
 {
-    tp_loss_end_kernel<<<1, 1, 0, stream_of(call)>>>((float *)call->out[0].data,
-                                                     (const tp_sums *)call->in[0].data);
+    ftk__tp_loss_end<<<1, 1, 0, stream_of(call)>>>((float *)call->out[0].data,
+                                                   (const tp_sums *)call->in[0].data);
     return launched("tp_loss_end");
 }
 
@@ -2967,8 +2969,8 @@ FT_API ft_status ftk_zero_sumsq(const ft_op_call *call)
                  (float *)call->out[0].data + call->attr.i[0]);
 }
 
-static __global__ void __launch_bounds__(256) zero_local_kernel(float *out, const float *partial,
-                                                                int64_t n, const float *loss)
+static __global__ void __launch_bounds__(256) ftk__zero_local(float *out, const float *partial,
+                                                              int64_t n, const float *loss)
 {
     __shared__ double room[32];
     double s = 0;
@@ -2982,15 +2984,15 @@ static __global__ void __launch_bounds__(256) zero_local_kernel(float *out, cons
 FT_API ft_status ftk_zero_local(const ft_op_call *call)
 {
     const float *loss = call->attr.f[0] > 0 ? (const float *)call->in[1].data : NULL;
-    zero_local_kernel<<<1, 256, 0, stream_of(call)>>>((float *)call->out[0].data,
-                                                      (const float *)call->in[0].data,
-                                                      elems_of(&call->in[0]), loss);
+    ftk__zero_local<<<1, 256, 0, stream_of(call)>>>((float *)call->out[0].data,
+                                                    (const float *)call->in[0].data,
+                                                    elems_of(&call->in[0]), loss);
     return launched("zero_local");
 }
 
 /* One thread: every rank adds the same numbers in the same order. */
-static __global__ void zero_control_kernel(float *control, int32_t *count, const float *all,
-                                           int64_t ranks, double limit)
+static __global__ void ftk__zero_control(float *control, int32_t *count, const float *all,
+                                         int64_t ranks, double limit)
 {
     float squares = 0, loss = 0;
 #pragma unroll 8
@@ -3011,13 +3013,13 @@ static __global__ void zero_control_kernel(float *control, int32_t *count, const
 
 FT_API ft_status ftk_zero_control(const ft_op_call *call)
 {
-    zero_control_kernel<<<1, 1, 0, stream_of(call)>>>(
+    ftk__zero_control<<<1, 1, 0, stream_of(call)>>>(
         (float *)call->out[0].data, (int32_t *)call->out[1].data, (const float *)call->in[0].data,
         elems_of(&call->in[0]) / 2, call->attr.f[0]);
     return launched("zero_control");
 }
 
-static __global__ void zero_scale_kernel(float *scale, const int32_t *counts, int64_t n)
+static __global__ void ftk__zero_scale(float *scale, const int32_t *counts, int64_t n)
 {
     int64_t sum = 0;
     for (int64_t i = 0; i < n; i++) sum += counts[i];
@@ -3026,9 +3028,9 @@ static __global__ void zero_scale_kernel(float *scale, const int32_t *counts, in
 
 FT_API ft_status ftk_zero_scale(const ft_op_call *call)
 {
-    zero_scale_kernel<<<1, 1, 0, stream_of(call)>>>((float *)call->out[0].data,
-                                                    (const int32_t *)call->in[0].data,
-                                                    elems_of(&call->in[0]));
+    ftk__zero_scale<<<1, 1, 0, stream_of(call)>>>((float *)call->out[0].data,
+                                                  (const int32_t *)call->in[0].data,
+                                                  elems_of(&call->in[0]));
     return launched("zero_scale");
 }
 
@@ -3087,7 +3089,7 @@ static __device__ __forceinline__ void adamw_at(const update_args &a, const adam
     if (a.rounded) put(a.rounded + i, p, a.vec);
 }
 
-static __global__ void __launch_bounds__(256) adamw_kernel(update_args a)
+static __global__ void __launch_bounds__(256) ftk__adamw(update_args a)
 {
     __shared__ adamw_rates shared;
     if (a.control[2] == 0.0f) return;
@@ -3126,7 +3128,7 @@ template <int W> static __device__ __forceinline__ void sgd_at(const update_args
     if (a.rounded) put(a.rounded + i, p, a.vec);
 }
 
-static __global__ void __launch_bounds__(256) sgd_kernel(update_args a)
+static __global__ void __launch_bounds__(256) ftk__sgd(update_args a)
 {
     if (a.control[2] == 0.0f) return;
     const int64_t items = a.n / 4, step = (int64_t)gridDim.x * 256;
@@ -3167,7 +3169,7 @@ FT_API ft_status ftk_zero_adamw(const ft_op_call *call)
     a.b1 = o->hyper[0];
     a.b2 = o->hyper[1];
     a.eps = (float)o->hyper[2];
-    adamw_kernel<<<update_blocks(a.n), 256, 0, stream_of(call)>>>(a);
+    ftk__adamw<<<update_blocks(a.n), 256, 0, stream_of(call)>>>(a);
     return launched("adamw");
 }
 
@@ -3177,7 +3179,7 @@ FT_API ft_status ftk_zero_sgd(const ft_op_call *call)
     update_args a = update_of(call);
     a.b1 = o->hyper[0];
     a.nesterov = o->hyper[1] > 0;
-    sgd_kernel<<<update_blocks(a.n), 256, 0, stream_of(call)>>>(a);
+    ftk__sgd<<<update_blocks(a.n), 256, 0, stream_of(call)>>>(a);
     return launched("sgd");
 }
 

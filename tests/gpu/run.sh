@@ -152,11 +152,13 @@ wait
 sanitizing= # NAME:PID of what runs beside the tests
 if [ "$mode" = full ] && part sanitizers && command -v compute-sanitizer > /dev/null; then
     for tool in memcheck racecheck; do
-        for program in "test_kernels --short" "test_attention --few"; do
+        # The order of things within cuBLASLt is not ours to check, and some of it stops racecheck.
+        only= gemms=
+        if [ $tool = racecheck ]; then only="--kernel-name kns=ftk__" gemms=" --no-bf16-gemm"; fi
+        for program in "test_kernels --short$gemms" "test_attention --few"; do
             name=${tool}_${program%% *}
-            # cuBLASLt's own kernels are not ours to check.
             timeout -k 5 "${SANITIZER_TIMEOUT:-480}" compute-sanitizer --tool $tool \
-                --error-exitcode 1 --kernel-name-exclude kns=nvjet build/gpu/$program \
+                --error-exitcode 1 $only build/gpu/$program \
                 > "$logs/$name.log" 2>&1 &
             sanitizing+=" $name:$!"
         done
