@@ -103,7 +103,8 @@ build/train_llama_cuda: examples/train_llama.c build/femtotron_kernels.o $(HEADE
 
 build/memory_tables_cuda: examples/memory_tables.c examples/train_llama.c \
     build/femtotron_kernels.o $(HEADERS)
-	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt)
+	$(strip $(NVCC) -O3 -DFT_CUDA -I. $(GPU_ARCH) $< build/femtotron_kernels.o -o $@ -lcublasLt \
+	    $(nccl))
 
 # Tests that need a GPU; tests/gpu/run.sh runs them.
 build/gpu/test_attention: tests/gpu/test_attention.cu femtotron_kernels.cu femtotron.h

@@ -199,8 +199,9 @@ FT_API ft_status ft_launch_env(const ft_config *config, ft_rank_fn fn, void *use
    rank, NCCL carries the traffic. The processes meet at NCCL_COMM_ID=host:port, a free port of rank
    0's host; where it is not set, at the port after MASTER_PORT of MASTER_ADDR, or, all on one host,
    at 127.0.0.1:29517. Returns when this rank has ended, as ft_launch does; NCCL_COMM_ID is then
-   unset. Collectives that do not end within config.timeout_s fail the rank, with a line that names
-   operation, group and sizes. FT_ERR_ARG where no launcher's variables are set. */
+   unset, and remembered: the processes may launch again, all of them as often. Collectives that do
+   not end within config.timeout_s fail the rank, with a line that names operation, group and sizes.
+   FT_ERR_ARG where no launcher's variables are set. */
 FT_API int ft_env_rank(void);
 FT_API int ft_env_local_rank(void);
 /* The rank that such variables give this process, and its rank among those of its host; -1 where
@@ -1687,23 +1688,27 @@ int ft_env_rank(void)
     return from && ft__env_int(from->rank, FT__MAX_WORLD - 1, &rank) == FT_OK ? rank : -1;
 }
 
-/* Where the processes meet, in NCCL_COMM_ID, which NCCL reads. */
+/* Where the processes meet, in NCCL_COMM_ID, which NCCL reads. It is unset once they have met, since
+   groups meet elsewhere: the next launch finds it in `met`. */
 static ft_status ft__env_meeting(int world, int locals)
 {
-    char text[512];
-    const char *address = getenv("MASTER_ADDR");
+    static char met[512];
+    const char *address = getenv("MASTER_ADDR"), *given = getenv("NCCL_COMM_ID");
     int port = 0;
-    if (getenv("NCCL_COMM_ID")) return FT_OK;
+    if (given) {
+        if (strlen(given) < sizeof met) memcpy(met, given, strlen(given) + 1);
+        return FT_OK;
+    }
     FT_TRY(ft__env_int("MASTER_PORT", 65534, &port));
-    if (address && strlen(address) < 400 && port > 0)
-        snprintf(text, sizeof text, "%s:%d", address, port + 1);
-    else if (world == locals)
-        snprintf(text, sizeof text, "127.0.0.1:29517");
-    else
+    if (!met[0] && address && strlen(address) < 400 && port > 0)
+        snprintf(met, sizeof met, "%s:%d", address, port + 1);
+    else if (!met[0] && world == locals)
+        snprintf(met, sizeof met, "127.0.0.1:29517");
+    else if (!met[0])
         return ft_error(FT_ERR_ARG, "%d processes on several hosts do not know where to meet: set "
                         "NCCL_COMM_ID=HOST:PORT, a free port of rank 0's host, the same for all",
                         world);
-    if (setenv("NCCL_COMM_ID", text, 1) != 0)
+    if (setenv("NCCL_COMM_ID", met, 1) != 0)
         return ft_error(FT_ERR_OOM, "the environment has no room for NCCL_COMM_ID");
     return FT_OK;
 }

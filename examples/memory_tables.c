@@ -5,6 +5,9 @@
    Run:    build/memory_tables                     three tables, planned on meta in a second
            build/memory_tables --csv               the first table's cells, one a line
            build/memory_tables --device cpu --cells 1-16    plan, then run: to the byte?
+   GPUs:   built as the trainer is (make build/memory_tables_cuda), --device cuda runs a cell's 8
+           ranks on one GPU, on several (--gpus N), or each on its own as processes over NCCL:
+           torchrun --no-python --nproc-per-node 8 build/memory_tables_cuda --device cuda
 
    No formula for memory is in this file: a cell is a command line of the trainer, whose own step
    runs on meta (or on the CPU). An op that saved one more tensor would change the tables unaided.
@@ -94,9 +97,14 @@ static int cell_words(const cell *c, variant how, char *line, char **words) {
     return n;
 }
 
+typedef struct place { /* where a cell runs */
+    ft_device device;
+    int gpus, transport; /* of threads; 0 gpus: processes with a GPU each */
+} place;
+
 typedef struct outcome { /* of a cell */
     ft_mem_stats fullest;  /* of the rank with the highest tensor_peak_bytes */
-    size_t sum_bytes;      /* peaks of all ranks */
+    size_t sum_bytes, most_bytes; /* peaks of all ranks, the highest of one */
     double seconds;
     int64_t difference;    /* the largest between plan and run, of any rank's peaks; -1: not run */
 } outcome;
@@ -104,11 +112,12 @@ typedef struct outcome { /* of a cell */
 static double cell_mib(const outcome *o) { return mib(o->fullest.tensor_peak_bytes); }
 
 static void keep_fullest(const rank_result *ranks, int n, outcome *out) {
-    out->sum_bytes = 0;
+    out->sum_bytes = out->most_bytes = 0;
     for (int r = 0; r < n; r++) {
         const ft_mem_stats *m = &ranks[r].memory;
         if (r == 0 || m->tensor_peak_bytes > out->fullest.tensor_peak_bytes) out->fullest = *m;
         out->sum_bytes += m->peak_bytes;
+        if (m->peak_bytes > out->most_bytes) out->most_bytes = m->peak_bytes;
     }
 }
 
@@ -150,24 +159,38 @@ static double machine_bytes(void) {
     return limit > 0 && used >= 0 && limit - used < most ? limit - used : most;
 }
 
-/* The same of the first GPU, which all ranks share. */
-static ft_status gpu_bytes(double *bytes) {
+/* Whether the ranks fit where they run. Processes, of which each sees its own GPU, must all decide
+   alike: by its size, less what CUDA and the libraries take. */
+static ft_status fits(const place *at, int ranks, const outcome *planned, int *yes) {
+    const double libraries = 3e9;
     size_t free_bytes, total_bytes;
-    FT_TRY(ft_gpu_memory(0, &free_bytes, &total_bytes));
-    *bytes = (double)free_bytes;
+    double need = (double)planned->most_bytes, have;
+    if (at->device == FT_CPU || at->gpus == 1) need = (double)planned->sum_bytes;
+    else if (at->gpus) need *= (ranks + at->gpus - 1) / at->gpus;
+    if (at->device == FT_CPU) {
+        have = machine_bytes() / 1.05;
+    } else if (at->gpus) {
+        FT_TRY(gpu_least_free(at->gpus, &free_bytes));
+        have = (double)free_bytes;
+    } else {
+        FT_TRY(ft_gpu_memory(0, &free_bytes, &total_bytes));
+        have = (double)total_bytes - libraries;
+    }
+    *yes = need <= have;
     return FT_OK;
 }
 
 /* One step of the trainer for a cell: on meta, then on the device that is asked for, if it fits
    there. On a GPU the ranks have an arena each: 8 of them shall fill it to the brim. */
-static ft_status run_program_of(program *p, ft_device device, outcome *out) {
-    double begin = now_s(), most = 0;
-    int ranks = rank_count(&p->set);
-    p->set.device = device;
-    if (device == FT_GPU) p->set.gpus = 1;
-    if (device == FT_GPU) p->set.allocator = FT_ALLOC_ARENA;
+static ft_status run_program_of(program *p, const place *at, outcome *out) {
+    double begin = now_s();
+    int ranks = rank_count(&p->set), gpu = at->device == FT_GPU, yes;
+    p->set.device = at->device;
+    if (gpu) p->set.gpus = at->gpus;
+    p->set.transport = at->transport;
+    if (gpu) p->set.allocator = FT_ALLOC_ARENA;
     FT_TRY(open_inputs(p));
-    if (device == FT_GPU) FT_TRY(ft_mem_plan_create(ranks, &p->mem_plan));
+    if (gpu) FT_TRY(ft_mem_plan_create(ranks, &p->mem_plan));
     job plan = job_create(p);
     FT_TRY(choose_recompute(p, &plan));
     FT_TRY(launch(&plan, FT_META));
@@ -175,23 +198,22 @@ static ft_status run_program_of(program *p, ft_device device, outcome *out) {
     if (p->mem_plan) FT_TRY(ft_mem_plan_place(p->mem_plan));
     out->seconds = now_s() - begin;
     out->difference = -1;
-    if (device == FT_META) return FT_OK;
-    if (device == FT_GPU) FT_TRY(gpu_bytes(&most));
-    else most = machine_bytes() / 1.05;
-    if ((double)out->sum_bytes > most) return FT_OK;
+    if (at->device == FT_META) return FT_OK;
+    FT_TRY(fits(at, ranks, out, &yes));
+    if (!yes) return FT_OK;
     job work = job_create(p);
     work.sampler = &p->sampler;
     work.results = p->run;
     work.quiet = 1;
     begin = now_s();
-    FT_TRY(launch(&work, device));
+    FT_TRY(launch(&work, at->device));
     out->seconds = now_s() - begin;
     out->difference = largest_difference(p->plan, p->run, ranks);
     keep_fullest(p->run, ranks, out);
     return FT_OK;
 }
 
-static ft_status run_cell(const cell *c, variant how, ft_device device, char *data, outcome *out) {
+static ft_status run_cell(const cell *c, variant how, const place *at, char *data, outcome *out) {
     char line[LINE_BYTES], *words[MAX_WORDS], flag[] = "--data";
     int n = cell_words(c, how, line, words);
     program p;
@@ -202,7 +224,7 @@ static ft_status run_cell(const cell *c, variant how, ft_device device, char *da
         words[n++] = data;
     }
     if (!parse_options(n, words, &p.set)) return ft_error(FT_ERR_ARG, "a cell's flags are wrong");
-    return close_program(&p, run_program_of(&p, device, out));
+    return close_program(&p, run_program_of(&p, at, out));
 }
 
 static const char *cell_name(const cell *c) {
@@ -212,7 +234,7 @@ static const char *cell_name(const cell *c) {
 }
 
 typedef struct request { /* the command line of this program */
-    ft_device device;
+    place at;
     int csv, first, last; /* cells, from 0 */
     char *data;           /* a file of random bytes for the CPU */
 } request;
@@ -262,13 +284,13 @@ static ft_status print_table(const request *ask, variant how) {
             c->seq != before->seq)
             print_head(c);
         if (how == SELECTIVE && c->full) continue;
-        FT_TRY(run_cell(c, how, ask->device, ask->data, &o));
-        print_cell(c, &o, ask->device, &t);
+        FT_TRY(run_cell(c, how, &ask->at, ask->data, &o));
+        print_cell(c, &o, ask->at.device, &t);
     }
     if (!t.n) return FT_OK;
     printf("\n  below the log: %d of %d; at most 1.10 floor + 8: %d of %d; geometric mean of "
            "ours/log: %.3f\n", t.below, t.n, t.within, t.n, exp(t.logs / t.n));
-    if (ask->device != FT_META)
+    if (ask->at.device != FT_META)
         printf("  largest difference between plan and run: %lld bytes; %d cells do not fit\n",
                (long long)t.difference, t.skipped);
     return FT_OK;
@@ -282,18 +304,18 @@ static ft_status print_csv(const request *ask) {
     for (int i = ask->first; i <= ask->last; i++) {
         const cell *c = &cells[i];
         outcome o;
-        FT_TRY(run_cell(c, LEANEST, ask->device, ask->data, &o));
+        FT_TRY(run_cell(c, LEANEST, &ask->at, ask->data, &o));
         printf("%d,%s,%s,%d,%s,%d,8,%d,%d,%s,%d,%d,", c->table, cell_name(c),
                c->table == 1 ? "8,1,1" : "2,2,2", c->layers,
                c->table == 1 ? "1024,2048,16,4,1024" : "2048,8192,32,8,40960", c->seq,
                c->table == 1 ? 1 : 4, c->stage, c->full ? "full" : "none", c->log_mib,
                c->floor_mib);
-        if (ask->device != FT_META && o.difference < 0) puts("does not fit,");
+        if (ask->at.device != FT_META && o.difference < 0) puts("does not fit,");
         else printf("%.1f,%.1f\n", cell_mib(&o), mib(o.fullest.highest[FT_TAG_WORKSPACE]));
         fflush(stdout);
         if (o.difference > most) most = o.difference;
     }
-    if (most >= 0)
+    if (most >= 0 && ft_env_rank() <= 0)
         fprintf(stderr, "largest difference between plan and run: %lld bytes\n", (long long)most);
     return most <= 0 ? FT_OK : ft_error(FT_ERR_DATA, "a run is not as planned");
 }
@@ -316,8 +338,10 @@ static ft_status make_data(request *ask, char *path) {
 }
 
 static int parse_request(int argc, char **argv, request *ask) {
+    int given = 0; /* --gpus or --transport */
     memset(ask, 0, sizeof *ask);
-    ask->device = FT_META;
+    ask->at.device = FT_META;
+    if (ft_env_rank() < 0) ask->at.gpus = 1;
     ask->last = CELLS - 1;
     for (int i = 1; i < argc; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : "";
@@ -326,7 +350,7 @@ static int parse_request(int argc, char **argv, request *ask) {
         } else if (strcmp(argv[i], "--device") == 0) {
             int device = word_index("cpu|meta|cuda", value); /* as ft_device has them */
             if (device < 0) return bad("--device %s: must be one of meta|cpu|cuda", value);
-            ask->device = (ft_device)device;
+            ask->at.device = (ft_device)device;
             i++;
         } else if (strcmp(argv[i], "--cells") == 0) {
             int n = sscanf(value, "%d-%d", &ask->first, &ask->last);
@@ -336,18 +360,39 @@ static int parse_request(int argc, char **argv, request *ask) {
             ask->first--;
             ask->last--;
             i++;
+        } else if (strcmp(argv[i], "--gpus") == 0) {
+            char *end;
+            long n = strtol(value, &end, 10);
+            if (n < 1 || n > 8 || *end) return bad("--gpus %s: must be 1 to 8", value);
+            ask->at.gpus = (int)n;
+            given = 1;
+            i++;
+        } else if (strcmp(argv[i], "--transport") == 0) {
+            ask->at.transport = word_index("local|nccl", value); /* as ft_transport has them */
+            if (ask->at.transport < 0) return bad("--transport %s: must be local or nccl", value);
+            given = 1;
+            i++;
         } else if (strcmp(argv[i], "--help") == 0) {
             printf(
-                "usage: memory_tables [--device meta|cpu|cuda] [--csv] [--cells FIRST-LAST]\n\n"
+                "usage: memory_tables [--device meta|cpu|cuda] [--csv] [--cells FIRST-LAST]\n"
+                "                     [--gpus N] [--transport local|nccl]\n\n"
                 "Peak memory of %d cells beside a log's figures and a floor. On cpu and cuda a\n"
-                "cell is planned, and run if its 8 ranks fit: on the CPU minutes a cell; on the\n"
-                "first GPU, which they share, seconds (build it with nvcc as the trainer).\n",
+                "cell is planned, and run if its 8 ranks fit: on the CPU minutes a cell; on GPUs\n"
+                "seconds (build it with nvcc as the trainer). There the ranks are threads on N\n"
+                "GPUs, 1 if nothing is said, 8 for NCCL; or, under a launcher, 8 processes.\n",
                 CELLS);
             exit(EXIT_SUCCESS);
         } else {
             return bad("%s: unknown flag", argv[i]);
         }
     }
+    if (ask->at.device != FT_GPU && given)
+        return bad("--gpus and --transport need --device cuda");
+    if (ask->at.device == FT_CPU && ft_env_rank() >= 0)
+        return bad("processes talk over NCCL, between GPUs: --device cpu is one process");
+    if (given && ft_env_rank() >= 0)
+        return bad("under a launcher each process has one GPU, and NCCL connects them: without "
+                   "--gpus and --transport");
     return 1;
 }
 
@@ -360,8 +405,9 @@ int MEMORY_TABLES_MAIN(int argc, char **argv) {
     request ask;
     ft_status status = FT_OK;
     keep_freed_memory();
+    if (ft_env_rank() > 0 && !freopen("/dev/null", "w", stdout)) return EXIT_FAILURE;
     if (!parse_request(argc, argv, &ask)) return EXIT_USAGE;
-    if (ask.device != FT_META) status = make_data(&ask, path);
+    if (ask.at.device != FT_META) status = make_data(&ask, path);
     if (status == FT_OK && ask.csv) status = print_csv(&ask);
     for (int how = 0; status == FT_OK && !ask.csv && how < VARIANTS; how++)
         status = print_table(&ask, (variant)how);

@@ -16,10 +16,11 @@ static outcome planned[VARIANTS][CELLS];
 
 static int plan_all(void **state)
 {
+    const place meta = {FT_META, 0, 0};
     (void)state;
     for (int how = 0; how < VARIANTS; how++)
         for (int i = 0; i < CELLS; i++)
-            if (run_cell(&cells[i], (variant)how, FT_META, NULL, &planned[how][i]) != FT_OK)
+            if (run_cell(&cells[i], (variant)how, &meta, NULL, &planned[how][i]) != FT_OK)
                 fail_msg("cell %d: %s", i + 1, ft_last_error());
     return 0;
 }
@@ -133,7 +134,7 @@ static void csv_has_the_cells(void **state)
     (void)state;
     assert_true(saved >= 0 && to >= 0);
     memset(&ask, 0, sizeof ask);
-    ask.device = FT_META;
+    ask.at.device = FT_META;
     ask.last = CELLS - 1;
     fflush(stdout);
     dup2(to, STDOUT_FILENO);
@@ -170,6 +171,42 @@ static void csv_has_the_cells(void **state)
     assert_int_equal(n, CELLS);
 }
 
+static int parsed(request *ask, const char *line)
+{
+    char text[LINE_BYTES], *words[MAX_WORDS], *rest = NULL;
+    int n = 0;
+    snprintf(text, sizeof text, "memory_tables %s", line);
+    for (char *w = strtok_r(text, " ", &rest); w; w = strtok_r(NULL, " ", &rest)) words[n++] = w;
+    return parse_request(n, words, ask);
+}
+
+static void the_command_line_is_checked(void **state)
+{
+    static const char *const wrong[] = {
+        "--cells 0-3", "--cells 3-2", "--cells 1-49", "--cells x", "--device tpu", "--gpus 2",
+        "--device cuda --gpus 0", "--device cuda --gpus 9", "--device cuda --gpus 2x",
+        "--device cpu --transport nccl", "--device cuda --transport tcp", "--nope", "--cells"
+    };
+    request ask;
+    (void)state;
+    for (size_t i = 0; i < sizeof wrong / sizeof wrong[0]; i++)
+        if (parsed(&ask, wrong[i])) fail_msg("%s is taken", wrong[i]);
+    assert_true(parsed(&ask, "--csv --cells 3-7"));
+    assert_true(ask.csv && ask.first == 2 && ask.last == 6 && ask.at.device == FT_META);
+    assert_true(parsed(&ask, "--device cuda"));
+    assert_int_equal(ask.at.gpus, 1);
+    assert_true(parsed(&ask, "--device cuda --gpus 8 --transport nccl"));
+    assert_true(ask.at.gpus == 8 && ask.at.transport == FT_TRANSPORT_NCCL);
+    /* As a process of a launcher. */
+    assert_int_equal(setenv("RANK", "3", 1) | setenv("WORLD_SIZE", "8", 1), 0);
+    assert_true(parsed(&ask, ""));
+    assert_true(parsed(&ask, "--device cuda"));
+    assert_int_equal(ask.at.gpus, 0);
+    assert_false(parsed(&ask, "--device cpu"));
+    assert_false(parsed(&ask, "--device cuda --gpus 2"));
+    assert_int_equal(unsetenv("RANK") | unsetenv("WORLD_SIZE"), 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -181,6 +218,7 @@ int main(void)
         cmocka_unit_test(a_cell_takes_under_a_second),
         cmocka_unit_test(the_books_add_up),
         cmocka_unit_test(csv_has_the_cells),
+        cmocka_unit_test(the_command_line_is_checked),
     };
     return cmocka_run_group_tests_name("memory tables", tests, plan_all, NULL);
 }

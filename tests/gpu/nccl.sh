@@ -72,6 +72,46 @@ for cut in "--tp 2" "--tp 2 --sp" "--pp 2 --micro-batch-size 2 --micro-batches 4
     else fail "$cut over NCCL: loss '$got', one GPU $one"; fi
 done
 
+# Random meshes, each rank late at random: no hang, and the loss of one GPU.
+RANDOM=7 same=0 runs=${RANDOM_RUNS:-10}
+for ((i = 0; i < runs; i++)); do
+    m=$((1 << RANDOM % 3)) schedule=1f1b
+    case $((RANDOM % 3)) in
+    0) mesh="--dp 2 --micro-batch-size $((4 / m)) --micro-batches $m" ;;
+    1) mesh="--tp 2 --micro-batch-size $((8 / m)) --micro-batches $m"
+       ((RANDOM % 2)) && mesh+=" --sp" ;;
+    2) ((RANDOM % 2 && m > 1)) && schedule=zb-h1
+       mesh="--pp 2 --micro-batch-size $((8 / m)) --micro-batches $m --pp-overlap $((RANDOM % 2))" ;;
+    esac
+    mesh+=" --schedule $schedule --zero-stage $((RANDOM % 4))"
+    mesh+=" --sac $(echo none selective full | cut -d' ' -f$((1 + RANDOM % 3)))"
+    export FT_DELAY_US=$((RANDOM % 3000))
+    got=$(launch hand --steps 4 $mesh --timeout 30 | loss)
+    unset FT_DELAY_US
+    if [ -n "$one" ] && [ "$got" = "$one" ]; then same=$((same + 1))
+    else echo "     loss '$got' with $mesh: $(grep -m 1 error $logs/rank1.log)"; fi
+done
+if ((same == runs)); then pass "$runs random meshes with delays: loss $one"
+else fail "random meshes with delays: $same of $runs"; fi
+
+# SIGTERM of one process: all stop after the same step and save; any other transport resumes.
+kept="--dp 2 --zero-stage 3 --checkpoint-dir $logs/checkpoints"
+rm -rf $logs/checkpoints
+by_hand 1 $kept --steps 100000 --timeout 30 > $logs/rank1.log 2>&1 & other=$!
+by_hand 0 $kept --steps 100000 --timeout 30 > $logs/rank0.log 2>&1 & mine=$!
+sleep 6
+kill -TERM $other
+(sleep 45; kill -9 $mine $other) 2> /dev/null & watch=$!
+wait $mine; status=$?
+wait $other; status+=" $?"
+kill $watch 2> /dev/null
+n=$(sed -n 's/^stopped by SIGTERM after step \([0-9]*\) of .*/\1/p' $logs/rank0.log)
+line=$(launch local $kept --steps $((${n:-0} + 2)) --resume auto | grep "^step $((${n:-0} + 2))/")
+if [ "$status" = "0 0" ] && [ -n "$n" ] && [ -n "$line" ]
+then pass "SIGTERM of rank 1: both save step $n; on the local transport it goes on: ${line%%| lr*}"
+elif grep -q 'built without checkpoints' $logs/rank0.log; then echo "     no cJSON, xxHash: no checkpoints"
+else fail "SIGTERM of rank 1: status $status, step '$n': $(tail -n 2 $logs/rank0.log)"; fi
+
 thread_stacks() { # of a process that hangs, for whoever mends it
     command -v cuda-gdb > /dev/null || return
     timeout 20 cuda-gdb -p "$1" -batch -ex "thread apply all bt 12" 2> /dev/null |
@@ -115,35 +155,39 @@ for what in late size alone; do
     else fail "nccl_mismatch $what: status $status after $((SECONDS - begin)) s: $line"; fi
 done
 
+again() {
+    RANK=$1 WORLD_SIZE=2 LOCAL_RANK=$1 LOCAL_WORLD_SIZE=2 NCCL_COMM_ID=127.0.0.1:29612 \
+        timeout -k 5 60 $M again
+}
+(again 1 > $logs/rank1.log 2>&1) & other=$!
+if line=$(again 0 2>&1) && wait $other; then pass "three launches of the same two processes"
+else fail "three launches of the same two processes: $line $(cat $logs/rank1.log)"; fi
+
 if [ "${1:-}" = bench ]; then
-    head -c 3000000 /dev/urandom > build/bench_tokens.bin
-    L1B="--hidden 2048 --layers 16 --heads 32 --kv-heads 8 --intermediate 8192 --vocab 128256
-        --tie-embeddings --micro-batch-size 4 --seq-len 4096 --dtype bf16"
-    speed() { # NAME: the median of the steps after the third, a GPU, and the peak
-        sed -n 's/.*| \([0-9]*\) tok\/s | MFU \([0-9.?%]*\) | peak \([0-9.]*\) MiB.*/\1 \2 \3/p' |
-            tail -n +4 | sort -n | awk -v n="$1" -v g="$2" '{r[NR] = $1; m[NR] = $2; p = $3}
-                END {k = int((NR + 1) / 2)
-                     printf "%s: %d tok/s a GPU, MFU %s, peak %d MiB\n", n, r[k] / g, m[k], p}'
-    }
-    $T --device cuda --data build/bench_tokens.bin --gpus 1 $L1B --steps 10 2>&1 | speed "one GPU" 1
+    . tests/gpu/speed.sh
+    STEPS=10
+    L1B="$shape_1b --micro-batch-size 4 --seq-len 4096"
+    timed "one GPU" 1 $L1B
     for stage in 1 2 3; do
-        for run in nccl local; do
-            $T --device cuda --data build/bench_tokens.bin --gpus 2 --transport $run --dp 2 $L1B \
-                --steps 10 --zero-stage $stage 2>&1 | speed "ZeRO-$stage, dp 2, $run" 2
+        for transport in nccl local; do
+            timed "ZeRO-$stage, dp 2, $transport" 2 --transport $transport --dp 2 $L1B --zero-stage $stage
         done
     done
-    $T --device cuda --data build/bench_tokens.bin --gpus 2 --transport nccl --dp 2 $L1B \
-        --steps 10 --zero-stage 3 --sac selective 2>&1 | speed "ZeRO-3, dp 2, nccl, selective" 2
+    timed "ZeRO-3, dp 2, nccl, selective" 2 --transport nccl --dp 2 $L1B --zero-stage 3 --sac selective
+    for overlap in 0 1; do
+        timed "pp 2, nccl, 8 micro-batches of 1, --pp-overlap $overlap" 2 --transport nccl --pp 2 \
+            $shape_1b --seq-len 4096 --micro-batch-size 1 --micro-batches 8 --pp-overlap $overlap
+    done
     for stage in 1 2 3; do # the device's own times
-        line=$($T --device cuda --data build/bench_tokens.bin --gpus 2 --transport nccl --dp 2 $L1B \
+        line=$($T --device cuda --data $tokens --gpus 2 --transport nccl --dp 2 $L1B --dtype bf16 \
             --steps 4 --zero-stage $stage --trace $logs/trace$stage.json 2>&1 | grep '^overlap')
         share=$(echo "$line" | sed -n 's/.* \([0-9.]*\)% lie under.*/\1/p')
         if awk -v s="${share:-0}" 'BEGIN {exit !(s >= 80)}'; then pass "ZeRO-$stage, 1b: $line"
         elif [ $stage = 3 ]; then fail "ZeRO-3, 1b: $line"
         else echo "     ZeRO-$stage, 1b: $line"; fi
     done
-    if python3 -c 'import torch, transformers' 2> /dev/null; then
-        torchrun --nproc-per-node 2 --master-port 29620 tests/gpu/torch_peer.py fsdp 2>&1 | tail -n 1
+    if has_torch; then
+        torchrun --nproc-per-node 2 --master-port 29620 tests/gpu/torch_peer.py fsdp 1b 2>&1 | tail -n 1
     fi
 fi
 echo "$passed passed, $failed failed"

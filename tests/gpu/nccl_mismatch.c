@@ -1,9 +1,11 @@
 /* nccl_mismatch.c: two GPUs over NCCL, whose ranks do not ask for the same.
 
-   usage: nccl_mismatch size|late|alone
+   usage: nccl_mismatch size|late|alone|again
      size   rank 1 gathers more elements than rank 0
      late   rank 1 comes after half the time-out: nothing is wrong
      alone  rank 1 does not come at all
+     again  nothing is wrong, in three launches one after the other
+   Ranks are threads, or, where a launcher's variables are set, processes.
 
    Prints the error of the launch, and exits 1 if there is one. */
 
@@ -48,7 +50,11 @@ int main(int argc, char **argv)
     config.gpus = 2;
     config.transport = FT_TRANSPORT_NCCL;
     config.timeout_s = 5;
-    ft_status status = ft_launch(&config, ask, argc > 1 ? argv[1] : (char *)"late");
+    const char *what = argc > 1 ? argv[1] : "late";
+    ft_status status = FT_OK;
+    for (int i = 0; status == FT_OK && i < (strcmp(what, "again") ? 1 : 3); i++)
+        status = ft_env_rank() < 0 ? ft_launch(&config, ask, (void *)what)
+                                   : ft_launch_env(&config, ask, (void *)what);
     if (status != FT_OK) printf("error: %s\n", ft_last_error());
     return status != FT_OK;
 }

@@ -3,11 +3,11 @@
 
     torch_peer.py same DIR [--steps 1000]      weights and batches into DIR, then trains on them
     torch_peer.py bench 1b|73m [--mbs 4] [--seq 4096] [--steps 10]
-    torchrun --nproc-per-node N torch_peer.py fsdp [--mbs 4] [--seq 4096] [--steps 10]
+    torchrun --nproc-per-node N torch_peer.py fsdp 1b|8b [--mbs 4] [--seq 4096] [--steps 10]
 
 same: fp32 master weights and bf16 autocast, AdamW, the same data, order and learning rates as
 train_same.c. bench: bf16 weights, every decoder layer compiled, SDPA with all of its kernels
-allowed, fused AdamW: tokens/s (median step) and peak memory. fsdp: the same 1b under FSDP2, every
+allowed, fused AdamW: tokens/s (median step) and peak memory. fsdp: the same under FSDP2, every
 layer a unit, bf16.
 """
 
@@ -29,6 +29,9 @@ SHAPES = {
     "1b": dict(vocab_size=128256, hidden_size=2048, num_hidden_layers=16, num_attention_heads=32,
                num_key_value_heads=8, intermediate_size=8192, rms_norm_eps=1e-5,
                tie_word_embeddings=True),
+    "8b": dict(vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+               num_key_value_heads=8, intermediate_size=14336, rms_norm_eps=1e-5,
+               tie_word_embeddings=False),
     "73m": dict(vocab_size=1024, hidden_size=1024, num_hidden_layers=8, num_attention_heads=16,
                 num_key_value_heads=4, intermediate_size=2048, rms_norm_eps=1e-5,
                 tie_word_embeddings=False),
@@ -103,16 +106,13 @@ def same(args):
     print("mean of the last 50: %.5f" % (sum(losses[-50:]) / 50))
 
 
-def bench(args):
-    model = build(args.shape, args.seq, torch.bfloat16)
-    for i, layer in enumerate(model.model.layers):
-        model.model.layers[i] = torch.compile(layer)
-    optimizer = torch.optim.AdamW(groups(model, 0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
+def timed_steps(args, model, optimizer, wait):
+    """Tokens/s of the median step after three."""
     vocab = SHAPES[args.shape]["vocab_size"]
     batch = torch.randint(0, vocab, (args.mbs, args.seq + 1), device="cuda")
     times = []
     for step in range(args.steps + 3):
-        torch.cuda.synchronize()
+        wait()
         begin = time.perf_counter()
         logits = model(input_ids=batch[:, :-1]).logits
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
@@ -124,7 +124,15 @@ def bench(args):
         torch.cuda.synchronize()
         if step >= 3:
             times.append(time.perf_counter() - begin)
-    rate = args.mbs * args.seq / statistics.median(times)
+    return args.mbs * args.seq / statistics.median(times)
+
+
+def bench(args):
+    model = build(args.shape, args.seq, torch.bfloat16)
+    for i, layer in enumerate(model.model.layers):
+        model.model.layers[i] = torch.compile(layer)
+    optimizer = torch.optim.AdamW(groups(model, 0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    rate = timed_steps(args, model, optimizer, torch.cuda.synchronize)
     print("torch %s mbs %d x %d: %.0f tok/s, peak %.0f MiB" % (
         args.shape, args.mbs, args.seq, rate, torch.cuda.max_memory_allocated() / 2**20))
 
@@ -135,32 +143,22 @@ def fsdp(args):
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    model = build("1b", args.seq, torch.bfloat16)
+    model = build(args.shape, args.seq, torch.bfloat16)
     for i, layer in enumerate(model.model.layers):
         model.model.layers[i] = torch.compile(layer)
         fully_shard(model.model.layers[i])
     fully_shard(model)
     optimizer = torch.optim.AdamW(groups(model, 0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
-    batch = torch.randint(0, 128256, (args.mbs, args.seq + 1), device="cuda")
-    times = []
-    for step in range(args.steps + 3):
+
+    def wait():
         torch.cuda.synchronize()
         dist.barrier()
-        begin = time.perf_counter()
-        logits = model(input_ids=batch[:, :-1]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
-        del logits
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        if step >= 3:
-            times.append(time.perf_counter() - begin)
-    rate = args.mbs * args.seq / statistics.median(times)
+
+    rate = timed_steps(args, model, optimizer, wait)
     if rank == 0:
-        print("torch FSDP2 1b mbs %d x %d: %.0f tok/s a GPU, peak %.0f MiB" % (
-            args.mbs, args.seq, rate, torch.cuda.max_memory_allocated() / 2**20), flush=True)
+        print("torch FSDP2 %s mbs %d x %d: %.0f tok/s a GPU, peak %.0f MiB" % (
+            args.shape, args.mbs, args.seq, rate, torch.cuda.max_memory_allocated() / 2**20),
+            flush=True)
     dist.destroy_process_group()
 
 
@@ -178,6 +176,7 @@ def main():
     two.add_argument("--steps", type=int, default=10)
     two.set_defaults(run=bench)
     three = parts.add_parser("fsdp")
+    three.add_argument("shape", choices=["1b", "8b"])
     three.add_argument("--mbs", type=int, default=4)
     three.add_argument("--seq", type=int, default=4096)
     three.add_argument("--steps", type=int, default=10)
