@@ -541,7 +541,9 @@ FT_API ft_status ft_mesh_group(ft_ctx *ctx, const ft_mesh *mesh, ft_axis axis, c
    with the same sizes and dtypes: otherwise every member gets FT_ERR_COMM naming ranks and sizes. A
    collective is over on a stream only when the peers have read this rank's buffers. Sums add in
    rank order in fp32 and round once to the dtype. (Over NCCL sums are its own, which agree to the
-   bit for two ranks, and sizes that disagree end in FT_ERR_TIMEOUT.) `sent` = bytes this rank puts
+   bit for two ranks, and a disagreement is told where the stream is waited for, or by a watchdog
+   before that: at once where a size is new on the group, else within 256 calls or in
+   FT_ERR_TIMEOUT.) `sent` = bytes this rank puts
    on the wire, with N = bytes of the whole tensor; it is counted per group and kind. */
 FT_API ft_status ft_all_gather(ft_group *group, ft_stream *stream, const ft_tensor *shard,
                                ft_tensor *full);
@@ -1113,6 +1115,7 @@ enum { FT__READY = 0, FT__HALF, FT__DONE, FT__SIGNALS }; /* moments of a collect
 static ft_status ft__gpu_check(ft_config *config);
 static ft_status ft__nccl_begin(ft_ctx *ctx);
 static void ft__nccl_end(ft_ctx *ctx);
+static ft_status ft__nccl_heard(ft_ctx *ctx);
 static ft_status ft__nccl_id(void *id, size_t id_bytes);
 static ft_status ft__nccl_check(const ft_config *config, int own_rank);
 static ft_status ft__gpu_table_open(const ft_config *config, ft__gpu_table **out);
@@ -1688,7 +1691,7 @@ int ft_env_rank(void)
     return from && ft__env_int(from->rank, FT__MAX_WORLD - 1, &rank) == FT_OK ? rank : -1;
 }
 
-/* Where the processes meet, in NCCL_COMM_ID, which NCCL reads. It is unset once they have met, since
+/* Where the processes meet, in NCCL_COMM_ID, which NCCL reads. It is unset once they have met, for
    groups meet elsewhere: the next launch finds it in `met`. */
 static ft_status ft__env_meeting(int world, int locals)
 {
@@ -9151,7 +9154,7 @@ static void ft__probe_begin(ft_ctx *ctx, const ft_tape *tape)
     ft__probe_move(ctx, number, 0, s->forwards++);
 }
 
-static uint64_t ft__probe_mix(uint64_t hash, uint64_t value)
+static uint64_t ft__hash_mix(uint64_t hash, uint64_t value)
 {
     return (hash ^ value) * 1099511628211u;
 }
@@ -9161,13 +9164,13 @@ static uint64_t ft__probe_mix(uint64_t hash, uint64_t value)
 static uint64_t ft__probe_node(uint64_t hash, const ft__node *node)
 {
     const ft_op *row = node->row;
-    hash = ft__probe_mix(hash, (uint64_t)(uintptr_t)row);
-    hash = ft__probe_mix(hash, node->want);
-    for (int i = 0; i < 6; i++) hash = ft__probe_mix(hash, (uint64_t)node->attr.i[i]);
+    hash = ft__hash_mix(hash, (uint64_t)(uintptr_t)row);
+    hash = ft__hash_mix(hash, node->want);
+    for (int i = 0; i < 6; i++) hash = ft__hash_mix(hash, (uint64_t)node->attr.i[i]);
     for (int i = 0; i < row->n_in; i++)
-        hash = ft__probe_mix(hash, node->in[i] ? (uint64_t)ft_bytes(node->in[i]) : 0);
+        hash = ft__hash_mix(hash, node->in[i] ? (uint64_t)ft_bytes(node->in[i]) : 0);
     for (int i = 0; i < row->n_out; i++)
-        hash = ft__probe_mix(hash, node->out[i] ? (uint64_t)ft_bytes(node->out[i]) : 0);
+        hash = ft__hash_mix(hash, node->out[i] ? (uint64_t)ft_bytes(node->out[i]) : 0);
     return hash;
 }
 
@@ -10306,6 +10309,7 @@ static ft_status ft__gpu_sync_run(ft_stream *s)
                              cudaMemcpyDeviceToHost, ft__native(s)));
     FT__CUDA(cudaStreamSynchronize(ft__native(s)));
     FT_TRY(ft__gpu_aborted(s));
+    FT_TRY(ft__nccl_heard(s->ctx));
     return ft__gpu_fault(g);
 }
 
@@ -11097,7 +11101,13 @@ static ft_status ft__gpu_await(ft_stream *s, void *signal)
    Communicators are non-blocking, and a watchdog looks at them and at the work that is queued: if
    NCCL reports an error, or nothing moves for timeout_s while something is outstanding, it fails
    the launch with a line that says what was outstanding, and aborts all communicators, whose
-   kernels then end. So a peer that died, hangs or asked for other sizes ends this rank too. */
+   kernels then end. So a peer that died or hangs ends this rank too.
+
+   NCCL itself does not compare what its members ask for: calls of other sizes may hang, or end well
+   and leave wrong numbers. So a call of a kind and size that is new on its group is announced, in a
+   gather of 32 bytes a member, and every 256th call is, with a hash of all calls so far; a message
+   is announced to its receiver the first time that it has its size. Nobody waits for that: the
+   watchdog compares, and so does whoever waits for a stream. */
 
 #if defined(FT_NCCL) && !defined(FT_CUDA)
 #error "FT_NCCL needs FT_CUDA: nvcc -DFT_CUDA -DFT_NCCL ... -lcublasLt -lnccl"
@@ -11107,11 +11117,31 @@ static ft_status ft__gpu_await(ft_stream *s, void *signal)
 
 #include <nccl.h>
 
+enum { FT__NCCL_PERIOD = 256 };
+
+typedef struct ft__nccl_sign { /* what a member asks for, as it is sent */
+    uint64_t order;            /* hash of all its calls before; of a message 1 */
+    int64_t elems;
+    int32_t kind, dtype, root, rank;
+} ft__nccl_sign;
+
+typedef struct ft__nccl_notice ft__nccl_notice;
+struct ft__nccl_notice {
+    ft__nccl_notice *next;
+    cudaEvent_t come;          /* what others ask for is in `signs` */
+    int n, room, busy;         /* pairs of signs: used, allocated; busy: not compared yet */
+    ft__nccl_sign *signs, *on_gpu; /* [2 room]: this rank's, then the others' */
+};
+
 struct ft__nccl { /* of a group */
     ncclComm_t comm;
     cudaEvent_t done[2];       /* the watched one is not recorded again before it is over */
     int watched, outstanding;  /* outstanding: 0, 1, or 2: a newer one is in the other event */
     char what[FT__TEXT_BYTES / 4]; /* "all-gather of 1048576 bf16 elements on group ..." */
+    ft__nccl_notice *notices;
+    uint64_t *seen, order;     /* seen: a hash table of kinds and sizes */
+    size_t seen_room, n_seen;
+    int64_t asked;
 };
 
 struct ft__nccl_rank { /* of a context */
@@ -11264,27 +11294,84 @@ static void ft__nccl_abort(struct ft__nccl_rank *n)
     for (int i = 0; i < n->n_groups; i++) n->groups[i]->nccl->comm = NULL;
 }
 
+static void ft__nccl_sign_text(char *text, const ft__nccl_sign *sign)
+{
+    ft__post post;
+    memset(&post, 0, sizeof post);
+    post.kind = sign->kind;
+    post.dtype = (ft_dtype)sign->dtype;
+    post.elems = sign->elems;
+    post.root = sign->root;
+    if (sign->kind >= 0 && sign->kind < FT_COLLECTIVE_COUNT) ft__post_text(text, &post);
+    else ft__append(text, "something else");
+}
+
+static ft_status ft__nccl_compare(const ft_group *g, const ft__nccl_notice *notice)
+{
+    for (int i = 0; i < notice->n; i++) {
+        const ft__nccl_sign *own = &notice->signs[i], *other = &notice->signs[notice->room + i];
+        char text[FT__TEXT_BYTES] = "ranks disagree";
+        if (own->kind == FT_SEND && !own->order) continue; /* a message that was not announced */
+        if (own->order == other->order && own->elems == other->elems && own->kind == other->kind &&
+            own->dtype == other->dtype && own->root == other->root) continue;
+        ft__append(text, " on group \"%.60s\" of %d: rank %d of it asks for ", g->name, g->n,
+                   g->rank);
+        ft__nccl_sign_text(text, own);
+        ft__append(text, ", rank %d for ", (int)other->rank);
+        ft__nccl_sign_text(text, other);
+        if (own->order != other->order) ft__append(text, ", after other calls");
+        return ft_error(FT_ERR_COMM, "%s", text);
+    }
+    return FT_OK;
+}
+
+/* Compares what has come. Lock held. */
+static ft_status ft__nccl_compare_all(struct ft__nccl_rank *n)
+{
+    for (int i = 0; i < n->n_groups; i++)
+        for (ft__nccl_notice *c = n->groups[i]->nccl->notices; c; c = c->next) {
+            cudaError_t come = c->busy ? cudaEventQuery(c->come) : cudaErrorNotReady;
+            if (come == cudaErrorNotReady) continue;
+            c->busy = 0;
+            if (come != cudaSuccess || n->ctx->world->aborted) continue;
+            FT_TRY(ft__nccl_compare(n->groups[i], c));
+        }
+    return FT_OK;
+}
+
+static ft_status ft__nccl_heard(ft_ctx *ctx)
+{
+    ft_status status = FT_OK;
+    if (!ctx->nccl) return FT_OK;
+    pthread_mutex_lock(&ctx->nccl->lock);
+    status = ft__nccl_compare_all(ctx->nccl);
+    pthread_mutex_unlock(&ctx->nccl->lock);
+    return status;
+}
+
 /* Lock held. */
 static void ft__nccl_watch(struct ft__nccl_rank *n)
 {
     const char *waits = ft__nccl_look(n);
     ncclResult_t state = ft__nccl_state(n);
     double limit = n->ctx->config.timeout_s;
+    ft_status status = ft__nccl_compare_all(n);
     if (n->ctx->world->aborted) {
         ft__nccl_abort(n);
         return;
     }
-    if (state != ncclSuccess) {
-        ft_error(FT_ERR_PEER, "%s: NCCL says %s; a peer died or the network failed",
+    if (status != FT_OK) {
+        /* The message stands. */
+    } else if (state != ncclSuccess) {
+        status = ft_error(FT_ERR_PEER, "%s: NCCL says %s; a peer died or the network failed",
                  waits ? waits : "between collectives", ncclGetErrorString(state));
     } else if (waits && ft__nccl_since(&n->moved) > limit) {
-        ft_error(FT_ERR_TIMEOUT, "%s: nothing moved for %g s; a peer has died, is stuck, or asked "
-                 "for other sizes", waits, limit);
+        status = ft_error(FT_ERR_TIMEOUT, "%s: nothing moved for %g s; a peer has died, is stuck, "
+                          "or asked for other sizes", waits, limit);
     } else {
         return;
     }
-    ft__fail(n->ctx->world, n->ctx->rank, state != ncclSuccess ? FT_ERR_PEER : FT_ERR_TIMEOUT,
-             ft_last_error());
+    ft__fail(n->ctx->world, n->ctx->rank, status, ft_last_error());
     ft__nccl_abort(n);
 }
 
@@ -11300,6 +11387,18 @@ static void *ft__nccl_watchdog(void *arg)
     }
     pthread_mutex_unlock(&n->lock);
     return NULL;
+}
+
+static void ft__nccl_notices_free(struct ft__nccl *c)
+{
+    while (c->notices) {
+        ft__nccl_notice *notice = c->notices;
+        c->notices = notice->next;
+        if (notice->come) (void)cudaEventDestroy(notice->come);
+        if (notice->signs) (void)cudaFreeHost(notice->signs);
+        if (notice->on_gpu) (void)cudaFree(notice->on_gpu);
+        FT_FREE(notice);
+    }
 }
 
 /* -- a rank's begin and end */
@@ -11347,6 +11446,8 @@ static void ft__nccl_end(ft_ctx *ctx)
         }
         for (int k = 0; k < 2; k++)
             if (c->done[k]) (void)cudaEventDestroy(c->done[k]);
+        ft__nccl_notices_free(c);
+        FT_FREE(c->seen);
         FT_FREE(c);
         n->groups[i]->nccl = NULL;
     }
@@ -11490,6 +11591,115 @@ static void ft__nccl_note(ft_group *g, const char *name, int64_t n, const char *
              "(rank %d of %d)", name, (long long)n, of, what, g->name, g->rank, g->n);
 }
 
+/* -- what is asked for, announced */
+
+/* A hash table of keys other than 0, at most half full. */
+static ft_status ft__nccl_seen_grow(ft_group *g)
+{
+    struct ft__nccl *c = g->nccl;
+    const size_t room = c->seen_room ? 2 * c->seen_room : 64;
+    uint64_t *seen = (uint64_t *)ft__zalloc(room * sizeof *seen);
+    if (!seen) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
+    for (size_t i = 0; i < c->seen_room; i++) {
+        size_t at = (size_t)(c->seen[i] >> 32) % room;
+        if (!c->seen[i]) continue;
+        while (seen[at]) at = (at + 1) % room;
+        seen[at] = c->seen[i];
+    }
+    FT_FREE(c->seen);
+    c->seen = seen;
+    c->seen_room = room;
+    return FT_OK;
+}
+
+/* Whether a kind and size is new on the group (of a message: new between these two); from now on it
+   is not. */
+static ft_status ft__nccl_is_new(ft_group *g, const ft__nccl_sign *sign, int peer, int is_send,
+                                 int *is_new)
+{
+    struct ft__nccl *c = g->nccl;
+    uint64_t key = UINT64_C(0xcbf29ce484222325);
+    key = ft__hash_mix(key, (uint64_t)sign->kind);
+    key = ft__hash_mix(key, (uint64_t)sign->dtype);
+    key = ft__hash_mix(key, (uint64_t)sign->root);
+    key = ft__hash_mix(key, (uint64_t)sign->elems);
+    key = ft__hash_mix(key, (uint64_t)(peer + 1));
+    key = ft__hash_mix(key, (uint64_t)is_send) | 1;
+    if (2 * c->n_seen >= c->seen_room) FT_TRY(ft__nccl_seen_grow(g));
+    size_t at = (size_t)(key >> 32) % c->seen_room;
+    while (c->seen[at] && c->seen[at] != key) at = (at + 1) % c->seen_room;
+    *is_new = !c->seen[at];
+    c->n_seen += !c->seen[at];
+    c->seen[at] = key;
+    return FT_OK;
+}
+
+/* A notice with room for n pairs that is not under way. */
+static ft_status ft__nccl_notice_get(ft_group *g, int n, ft__nccl_notice **out)
+{
+    struct ft__nccl_rank *r = g->ctx->nccl;
+    const size_t bytes = 2 * (size_t)n * sizeof(ft__nccl_sign);
+    ft__nccl_notice *c;
+    pthread_mutex_lock(&r->lock);
+    for (c = g->nccl->notices; c; c = c->next)
+        if (!c->busy && c->room >= n) break;
+    pthread_mutex_unlock(&r->lock);
+    if (!c) {
+        c = (ft__nccl_notice *)ft__zalloc(sizeof *c);
+        if (!c) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
+        c->room = n;
+        pthread_mutex_lock(&r->lock); /* from here on it is freed with the group */
+        c->next = g->nccl->notices;
+        g->nccl->notices = c;
+        pthread_mutex_unlock(&r->lock);
+        FT__CUDA(cudaEventCreateWithFlags(&c->come, cudaEventDisableTiming));
+        FT__CUDA(cudaMallocHost((void **)&c->signs, bytes));
+        FT__CUDA(cudaMalloc((void **)&c->on_gpu, bytes));
+    }
+    c->n = n;
+    *out = c;
+    return FT_OK;
+}
+
+/* What others ask for comes to the host when the stream gets there. */
+static ft_status ft__nccl_notice_begin(ft_group *g, ft__nccl_notice *c, cudaStream_t stream)
+{
+    FT__CUDA(cudaEventRecord(c->come, stream));
+    pthread_mutex_lock(&g->ctx->nccl->lock);
+    c->busy = 1;
+    pthread_mutex_unlock(&g->ctx->nccl->lock);
+    return FT_OK;
+}
+
+/* Of a collective: every member gathers what the others ask for. */
+static ft_status ft__nccl_announce(ft_group *g, ft_stream *s, const ft__post *own)
+{
+    struct ft__nccl *c = g->nccl;
+    ft__nccl_notice *notice;
+    ft__nccl_sign sign = { 0, own->elems, own->kind, (int32_t)own->dtype, own->root, g->rank };
+    ncclResult_t result = ncclInvalidUsage;
+    int is_new;
+    FT_TRY(ft__nccl_is_new(g, &sign, -1, 0, &is_new));
+    sign.order = c->order;
+    c->order = ft__hash_mix(c->order, (uint64_t)own->elems);
+    c->order = ft__hash_mix(c->order, (uint64_t)(own->kind * 8 + (int)own->dtype));
+    if (++c->asked % FT__NCCL_PERIOD && !is_new) return FT_OK;
+    FT_TRY(ft__nccl_notice_get(g, g->n, &notice));
+    for (int i = 0; i < g->n; i++) notice->signs[i] = sign;
+    ft__nccl_sign *others = notice->on_gpu + notice->room;
+    FT__CUDA(cudaMemcpyAsync(notice->on_gpu, notice->signs, sizeof sign, cudaMemcpyHostToDevice,
+                             ft__native(s)));
+    pthread_mutex_lock(&g->ctx->nccl->lock);
+    if (c->comm)
+        result = ncclAllGather(notice->on_gpu, others, sizeof sign, ncclUint8, c->comm,
+                               ft__native(s));
+    pthread_mutex_unlock(&g->ctx->nccl->lock);
+    FT_TRY(ft__nccl_queued(g, s, result));
+    FT__CUDA(cudaMemcpyAsync(notice->signs + notice->room, others, (size_t)g->n * sizeof sign,
+                             cudaMemcpyDeviceToHost, ft__native(s)));
+    return ft__nccl_notice_begin(g, notice, ft__native(s));
+}
+
 /* Calls stand under the lock, so that no communicator is aborted while one is in it. */
 static ft_status ft__nccl_collective(ft_group *g, ft_stream *s, const ft__post *own)
 {
@@ -11498,6 +11708,9 @@ static ft_status ft__nccl_collective(ft_group *g, ft_stream *s, const ft__post *
     pthread_mutex_lock(&g->ctx->nccl->lock);
     ft__nccl_note(g, ft_collective_name((ft_collective)own->kind), own->elems,
                   ft_dtype_name(own->dtype), " elements");
+    pthread_mutex_unlock(&g->ctx->nccl->lock);
+    FT_TRY(ft__nccl_announce(g, s, own));
+    pthread_mutex_lock(&g->ctx->nccl->lock);
     if (g->nccl->comm) result = ft__nccl_call(g, ft__native(s), own);
     pthread_mutex_unlock(&g->ctx->nccl->lock);
     return ft__nccl_queued(g, s, result);
@@ -11520,25 +11733,93 @@ static ft_status ft__nccl_to_self(ft_group *g, ft_stream *s, const ft__message *
     return FT_OK;
 }
 
-static ft_status ft__nccl_exchange(ft_group *g, ft_stream *s, const ft__message *m, int64_t n)
+static ncclResult_t ft__nccl_call_messages(ft_group *g, cudaStream_t stream, const ft__message *m,
+                                           int64_t n)
 {
     ncclResult_t result = ncclSuccess;
-    if (g->n == 1) return ft__nccl_to_self(g, s, m, n);
-    FT_TRY(ft__nccl_ready(g));
+    for (int64_t i = 0; i < n && result == ncclSuccess; i++) {
+        ncclDataType_t type = ft__nccl_type(m[i].dtype);
+        size_t count = (size_t)m[i].elems;
+        result = m[i].is_send ? ncclSend(m[i].data, count, type, m[i].to, g->nccl->comm, stream)
+                              : ncclRecv(m[i].data, count, type, m[i].from, g->nccl->comm, stream);
+    }
+    return result;
+}
+
+/* First what senders say, then what receivers say: between two ranks both see the messages of one
+   direction in the same order, but not those of both directions. */
+static ncclResult_t ft__nccl_call_signs(ft_group *g, cudaStream_t stream, const ft__message *m,
+                                        const ft__nccl_notice *notice)
+{
+    const size_t bytes = sizeof *notice->signs;
+    ncclResult_t result = ncclSuccess;
+    for (int by_sender = 1; by_sender >= 0; by_sender--)
+        for (int i = 0; i < notice->n && result == ncclSuccess; i++) {
+            const int peer = m[i].is_send ? m[i].to : m[i].from;
+            ft__nccl_sign *own = notice->on_gpu + i, *other = own + notice->room;
+            if (!notice->signs[i].order) continue;
+            result = m[i].is_send == by_sender
+                ? ncclSend(own, bytes, ncclUint8, peer, g->nccl->comm, stream)
+                : ncclRecv(other, bytes, ncclUint8, peer, g->nccl->comm, stream);
+        }
+    return result;
+}
+
+/* The messages, or, with a notice, the signs of those that are announced. */
+static ft_status ft__nccl_messages(ft_group *g, ft_stream *s, const ft__message *m, int64_t n,
+                                   const ft__nccl_notice *notice)
+{
+    ncclResult_t result = ncclInvalidUsage, ended = ncclSuccess;
     pthread_mutex_lock(&g->ctx->nccl->lock);
-    if (!g->nccl->comm) result = ncclInvalidUsage;
-    ft__nccl_note(g, "exchange", n, "messages", "");
-    if (result == ncclSuccess) result = ncclGroupStart();
-    for (int64_t i = 0; i < n && result == ncclSuccess; i++)
-        result = m[i].is_send
-            ? ncclSend(m[i].data, (size_t)m[i].elems, ft__nccl_type(m[i].dtype), m[i].to,
-                       g->nccl->comm, ft__native(s))
-            : ncclRecv(m[i].data, (size_t)m[i].elems, ft__nccl_type(m[i].dtype), m[i].from,
-                       g->nccl->comm, ft__native(s));
-    ncclResult_t ended = g->nccl->comm ? ncclGroupEnd() : result;
+    if (g->nccl->comm) {
+        result = ncclGroupStart();
+        if (result == ncclSuccess)
+            result = notice ? ft__nccl_call_signs(g, ft__native(s), m, notice)
+                            : ft__nccl_call_messages(g, ft__native(s), m, n);
+        ended = ncclGroupEnd();
+    }
     pthread_mutex_unlock(&g->ctx->nccl->lock);
     int taken = result == ncclSuccess || result == ncclInProgress;
     return ft__nccl_queued(g, s, taken ? ended : result);
+}
+
+/* Of messages: sender and receiver tell each other. Both see the same sizes go from one to the
+   other, so both know which are new. */
+static ft_status ft__nccl_announce_messages(ft_group *g, ft_stream *s, const ft__message *m,
+                                            int64_t n)
+{
+    ft__nccl_notice *notice;
+    const size_t bytes = (size_t)n * sizeof(ft__nccl_sign);
+    int any = 0;
+    if (n == 0) return FT_OK;
+    FT_TRY(ft__nccl_notice_get(g, (int)n, &notice));
+    for (int64_t i = 0; i < n; i++) {
+        ft__nccl_sign sign = { 0, m[i].elems, FT_SEND, (int32_t)m[i].dtype, 0, g->rank };
+        int is_new;
+        FT_TRY(ft__nccl_is_new(g, &sign, m[i].is_send ? m[i].to : m[i].from, m[i].is_send,
+                               &is_new));
+        sign.order = (uint64_t)is_new; /* 1: announced */
+        notice->signs[i] = sign;
+        any |= is_new;
+    }
+    if (!any) return FT_OK;
+    FT__CUDA(cudaMemcpyAsync(notice->on_gpu, notice->signs, bytes, cudaMemcpyHostToDevice,
+                             ft__native(s)));
+    FT_TRY(ft__nccl_messages(g, s, m, n, notice));
+    FT__CUDA(cudaMemcpyAsync(notice->signs + notice->room, notice->on_gpu + notice->room, bytes,
+                             cudaMemcpyDeviceToHost, ft__native(s)));
+    return ft__nccl_notice_begin(g, notice, ft__native(s));
+}
+
+static ft_status ft__nccl_exchange(ft_group *g, ft_stream *s, const ft__message *m, int64_t n)
+{
+    if (g->n == 1) return ft__nccl_to_self(g, s, m, n);
+    FT_TRY(ft__nccl_ready(g));
+    pthread_mutex_lock(&g->ctx->nccl->lock);
+    ft__nccl_note(g, "exchange", n, "messages", "");
+    pthread_mutex_unlock(&g->ctx->nccl->lock);
+    FT_TRY(ft__nccl_announce_messages(g, s, m, n));
+    return ft__nccl_messages(g, s, m, n, NULL);
 }
 
 /* All values beside each other; every member compares the same list. */
@@ -11611,6 +11892,7 @@ static ft_status ft__nccl_check(const ft_config *c, int own_rank)
 
 static ft_status ft__nccl_begin(ft_ctx *ctx) { (void)ctx; return FT_OK; }
 static void ft__nccl_end(ft_ctx *ctx) { (void)ctx; }
+static ft_status ft__nccl_heard(ft_ctx *ctx) { (void)ctx; return FT_OK; }
 
 static ft_status ft__nccl_group(ft_group *g, const int *ranks)
 {

@@ -144,24 +144,40 @@ other=$?
 if ((status == 1 && other == 1)); then pass "other sizes: $(grep -m 1 '^error' $logs/rank0.log)"
 else fail "other sizes: status $status and $other"; fi
 
+# Ranks, as threads and as processes, that do not ask for the same.
 M=build/gpu/nccl_mismatch
 [ -x $M ] || make $M > /dev/null
-for what in late size alone; do
-    begin=$SECONDS status=0
-    line=$(timeout -k 5 60 $M $what 2>&1) || status=$?
-    if [ $what = late ] && ((status == 0)); then pass "a rank that is late is waited for"
-    elif [ $what != late ] && ((status == 1)) && [[ $line == *all-gather*everyone* ]]; then
-        pass "a rank that is not with the others ($what): after $((SECONDS - begin)) s: $line"
-    else fail "nccl_mismatch $what: status $status after $((SECONDS - begin)) s: $line"; fi
-done
-
-again() {
+one_of_two() {
     RANK=$1 WORLD_SIZE=2 LOCAL_RANK=$1 LOCAL_WORLD_SIZE=2 NCCL_COMM_ID=127.0.0.1:29612 \
-        timeout -k 5 60 $M again
+        timeout -k 5 60 $M $2 2>&1
 }
-(again 1 > $logs/rank1.log 2>&1) & other=$!
-if line=$(again 0 2>&1) && wait $other; then pass "three launches of the same two processes"
-else fail "three launches of the same two processes: $line $(cat $logs/rank1.log)"; fi
+for what in late again size dtype kind turn message alone; do
+    for how in threads processes; do
+        begin=$SECONDS status=0 peer=0
+        if [ $how = threads ]; then
+            line=$(timeout -k 5 60 $M $what 2>&1) || status=$?
+        else
+            one_of_two 1 $what > $logs/rank1.log & other=$!
+            line=$(one_of_two 0 $what) || status=$?
+            wait $other || peer=$?
+            [ $what = message ] && line=$(cat $logs/rank1.log) # the receiver knows
+        fi
+        took="$((SECONDS - begin)) s: $line"
+        case $what in
+        late | again) good="0 $peer" ;;
+        alone) good="1 $peer" ;;
+        *) good="1 $( [ $how = threads ] && echo 0 || echo 1)" ;;
+        esac
+        if [ "$status $peer" = "$good" ] && case $what in
+            late | again) [ -z "$line" ] ;;
+            alone) [[ $line == *all-gather*everyone* ]] ;;
+            turn) [[ $line == *disagree*everyone* || $line == *all-gather*everyone* ]] ;;
+            *) [[ $line == *disagree*everyone* ]] ;;
+            esac
+        then pass "nccl_mismatch $what, $how: $took"
+        else fail "nccl_mismatch $what, $how: status $status $peer, $took"; fi
+    done
+done
 
 if [ "${1:-}" = bench ]; then
     . tests/gpu/speed.sh

@@ -1,10 +1,14 @@
 /* nccl_mismatch.c: two GPUs over NCCL, whose ranks do not ask for the same.
 
-   usage: nccl_mismatch size|late|alone|again
-     size   rank 1 gathers more elements than rank 0
-     late   rank 1 comes after half the time-out: nothing is wrong
-     alone  rank 1 does not come at all
-     again  nothing is wrong, in three launches one after the other
+   usage: nccl_mismatch late|again|size|dtype|kind|turn|message|alone
+     late     rank 1 comes after half the time-out: nothing is wrong
+     again    nothing is wrong, in three launches one after the other
+     size     rank 1 gathers more elements than rank 0
+     dtype    rank 1 gathers as many, of another type
+     kind     rank 1 sums where rank 0 gathers
+     turn     after both sizes were seen, rank 1 takes the other one
+     message  rank 0 sends less than rank 1 wants
+     alone    rank 1 does not come at all
    Ranks are threads, or, where a launcher's variables are set, processes.
 
    Prints the error of the launch, and exits 1 if there is one. */
@@ -16,42 +20,70 @@
 #include <string.h>
 #include <time.h>
 
+typedef struct pair { ft_tensor *shard, *full; } pair;
+
+static ft_status pair_create(ft_ctx *ctx, int64_t elems, ft_dtype dtype, pair *p)
+{
+    int64_t whole = 2 * elems;
+    FT_TRY(ft_tensor_create(ctx, &p->shard, dtype, 1, &elems, FT_TAG_PARAM));
+    FT_TRY(ft_tensor_create(ctx, &p->full, dtype, 1, &whole, FT_TAG_GATHER));
+    FT_TRY(ft_fill(p->full, 1, ft_stream_get(ctx, FT_STREAM_COMPUTE)));
+    return ft_fill(p->shard, 1, ft_stream_get(ctx, FT_STREAM_COMPUTE));
+}
+
 static ft_status ask(ft_ctx *ctx, void *user)
 {
     const char *what = (const char *)user;
-    int64_t part = 1 << 20, whole;
-    ft_tensor *shard, *full;
-    ft_group *world;
+    const int odd = ft_rank(ctx) == 1; /* the one that differs */
     ft_stream *gather = ft_stream_get(ctx, FT_STREAM_GATHER);
-    if (ft_rank(ctx) == 1 && !strcmp(what, "size")) part *= 4;
-    whole = 2 * part;
-    FT_TRY(ft_group_strided(ctx, "everyone", 0, 1, 2, &world));
-    FT_TRY(ft_tensor_create(ctx, &shard, FT_F32, 1, &part, FT_TAG_PARAM));
-    FT_TRY(ft_tensor_create(ctx, &full, FT_F32, 1, &whole, FT_TAG_GATHER));
-    FT_TRY(ft_fill(shard, 1, ft_stream_get(ctx, FT_STREAM_COMPUTE)));
+    ft_group *everyone;
+    pair small, large, other;
+    FT_TRY(ft_group_strided(ctx, "everyone", 0, 1, 2, &everyone));
+    FT_TRY(pair_create(ctx, 1 << 20, FT_F32, &small));
+    FT_TRY(pair_create(ctx, 1 << 22, FT_F32, &large));
+    FT_TRY(pair_create(ctx, 1 << 20, FT_BF16, &other));
     FT_TRY(ft_sync(ctx));
-    if (ft_rank(ctx) == 1 && !strcmp(what, "late")) {
+    if (odd && !strcmp(what, "late")) {
         struct timespec half = {2, 500000000};
         nanosleep(&half, NULL);
     }
-    if (ft_rank(ctx) == 0 || strcmp(what, "alone")) {
-        FT_TRY(ft_all_gather(world, gather, shard, full));
-        /* Of another size the first may go through piece by piece; the next cannot. */
-        if (!strcmp(what, "size")) FT_TRY(ft_all_gather(world, gather, shard, full));
+    if (odd && !strcmp(what, "alone")) return ft_sync(ctx);
+    if (!strcmp(what, "message")) {
+        const ft_p2p op = {!odd, !odd, odd ? large.full : small.full};
+        FT_TRY(ft_exchange(everyone, gather, 1, &op));
+        return ft_sync(ctx);
     }
+    if (!strcmp(what, "turn")) {
+        for (int i = 0; i < 300; i++) {
+            pair *p = (i + (odd && i == 20)) % 2 ? &large : &small;
+            FT_TRY(ft_all_gather(everyone, gather, p->shard, p->full));
+        }
+        return ft_sync(ctx);
+    }
+    if (odd && !strcmp(what, "kind"))
+        FT_TRY(ft_reduce_scatter(everyone, gather, small.full, small.shard));
+    pair *p = odd && !strcmp(what, "size") ? &large : odd && !strcmp(what, "dtype") ? &other : &small;
+    FT_TRY(ft_all_gather(everyone, gather, p->shard, p->full));
     return ft_sync(ctx);
 }
 
 int main(int argc, char **argv)
 {
+    static const char *const all = " late again size dtype kind turn message alone ";
+    const char *what = argc > 1 ? argv[1] : "";
     ft_config config = ft_config_default();
+    ft_status status = FT_OK;
+    char word[16];
+    snprintf(word, sizeof word, " %s ", what);
+    if (!*what || !strstr(all, word)) {
+        fprintf(stderr, "usage: nccl_mismatch, and one of%s\n", all);
+        return 2;
+    }
     config.world = 2;
     config.device = FT_GPU;
     config.gpus = 2;
     config.transport = FT_TRANSPORT_NCCL;
     config.timeout_s = 5;
-    const char *what = argc > 1 ? argv[1] : "late";
-    ft_status status = FT_OK;
     for (int i = 0; status == FT_OK && i < (strcmp(what, "again") ? 1 : 3); i++)
         status = ft_env_rank() < 0 ? ft_launch(&config, ask, (void *)what)
                                    : ft_launch_env(&config, ask, (void *)what);
