@@ -10290,16 +10290,19 @@ static ft_status ft__gpu_fault(const struct ft__gpu *g)
     return FT_OK;
 }
 
+static ft_status ft__world_ok(const ft_ctx *ctx)
+{
+    ft_status status = FT_OK;
+    pthread_mutex_lock(&ctx->world->lock);
+    if (ctx->world->aborted) status = ft__abort_error(ctx->world, ctx->rank);
+    pthread_mutex_unlock(&ctx->world->lock);
+    return status;
+}
+
 /* Work that a failure cut short ends as if nothing had happened: its results are none. */
 static ft_status ft__gpu_aborted(const ft_stream *s)
 {
-    ft__world *world = s->ctx->world;
-    ft_status status = FT_OK;
-    if (!ft__over_nccl(s->ctx)) return FT_OK;
-    pthread_mutex_lock(&world->lock);
-    if (world->aborted) status = ft__abort_error(world, s->ctx->rank);
-    pthread_mutex_unlock(&world->lock);
-    return status;
+    return ft__over_nccl(s->ctx) ? ft__world_ok(s->ctx) : FT_OK;
 }
 
 static ft_status ft__gpu_sync_run(ft_stream *s)
@@ -11117,7 +11120,7 @@ static ft_status ft__gpu_await(ft_stream *s, void *signal)
 
 #include <nccl.h>
 
-enum { FT__NCCL_PERIOD = 256 };
+enum { FT__NCCL_PERIOD = 256, FT__NCCL_MARKS = 32 };
 
 typedef struct ft__nccl_sign { /* what a member asks for, as it is sent */
     uint64_t order;            /* hash of all its calls before; of a message 1 */
@@ -11133,11 +11136,17 @@ struct ft__nccl_notice {
     ft__nccl_sign *signs, *on_gpu; /* [2 room]: this rank's, then the others' */
 };
 
+typedef struct ft__nccl_mark { /* behind a call */
+    cudaEvent_t done;
+    char what[FT__TEXT_BYTES / 4]; /* "all-gather of 1048576 bf16 elements on group ..." */
+} ft__nccl_mark;
+
 struct ft__nccl { /* of a group */
     ncclComm_t comm;
-    cudaEvent_t done[2];       /* the watched one is not recorded again before it is over */
-    int watched, outstanding;  /* outstanding: 0, 1, or 2: a newer one is in the other event */
-    char what[FT__TEXT_BYTES / 4]; /* "all-gather of 1048576 bf16 elements on group ..." */
+    ft__nccl_mark *marks[FT__NCCL_MARKS + 1]; /* `out` outstanding, oldest first; then the others;
+                                  the last is that of the newest call, where that has none of these */
+    int out, newest_out, stride, skipped; /* a mark stands behind every `stride`th call */
+    char what[FT__TEXT_BYTES / 4]; /* of the call that is being queued */
     ft__nccl_notice *notices;
     uint64_t *seen, order;     /* seen: a hash table of kinds and sizes */
     size_t seen_room, n_seen;
@@ -11165,13 +11174,12 @@ static ft_status ft__nccl_error(ncclResult_t result, const char *what)
     return ft_error(FT_ERR_COMM, "%s: NCCL says %s", what, ncclGetErrorString(result));
 }
 
-static ft_status ft__nccl_world_ok(const ft_ctx *ctx)
+static int ft__nccl_world_aborted(const ft_ctx *ctx)
 {
-    ft_status status = FT_OK;
     pthread_mutex_lock(&ctx->world->lock);
-    if (ctx->world->aborted) status = ft__abort_error(ctx->world, ctx->rank);
+    int aborted = ctx->world->aborted;
     pthread_mutex_unlock(&ctx->world->lock);
-    return status;
+    return aborted;
 }
 
 /* Non-blocking calls answer "in progress" until they are through. */
@@ -11192,7 +11200,7 @@ static ft_status ft__nccl_settle(const ft_ctx *ctx, ncclComm_t comm, ncclResult_
         if (result == ncclSuccess) result = state;
         if (result == ncclSuccess) return FT_OK;
         if (result != ncclInProgress) break;
-        FT_TRY(ft__nccl_world_ok(ctx));
+        FT_TRY(ft__world_ok(ctx));
         clock_gettime(FT__CLOCK, &now);
         if (now.tv_sec > deadline.tv_sec)
             return ft_error(FT_ERR_TIMEOUT, "%s: not done within %g s; a peer is missing, or is "
@@ -11239,13 +11247,19 @@ static const char *ft__nccl_look(struct ft__nccl_rank *n)
     const char *waits = NULL;
     for (int i = 0; i < n->n_groups; i++) {
         struct ft__nccl *c = n->groups[i]->nccl;
-        if (!c->outstanding) continue;
-        if (cudaEventQuery(c->done[c->watched]) == cudaErrorNotReady) {
-            if (!waits) waits = c->what;
-            continue;
+        ft__nccl_mark *newest = c->marks[FT__NCCL_MARKS];
+        while (c->out && cudaEventQuery(c->marks[0]->done) != cudaErrorNotReady) {
+            ft__nccl_mark *over = c->marks[0];
+            memmove(c->marks, c->marks + 1, (FT__NCCL_MARKS - 1) * sizeof *c->marks);
+            c->marks[FT__NCCL_MARKS - 1] = over;
+            c->out--;
+            clock_gettime(FT__CLOCK, &n->moved);
         }
-        if (--c->outstanding) c->watched = !c->watched;
-        clock_gettime(FT__CLOCK, &n->moved);
+        if (!c->out && c->newest_out && cudaEventQuery(newest->done) != cudaErrorNotReady) {
+            c->newest_out = 0;
+            clock_gettime(FT__CLOCK, &n->moved);
+        }
+        if (!waits && (c->out || c->newest_out)) waits = (c->out ? c->marks[0] : newest)->what;
     }
     return waits;
 }
@@ -11333,7 +11347,7 @@ static ft_status ft__nccl_compare_all(struct ft__nccl_rank *n)
             cudaError_t come = c->busy ? cudaEventQuery(c->come) : cudaErrorNotReady;
             if (come == cudaErrorNotReady) continue;
             c->busy = 0;
-            if (come != cudaSuccess || n->ctx->world->aborted) continue;
+            if (come != cudaSuccess || ft__nccl_world_aborted(n->ctx)) continue;
             FT_TRY(ft__nccl_compare(n->groups[i], c));
         }
     return FT_OK;
@@ -11356,7 +11370,7 @@ static void ft__nccl_watch(struct ft__nccl_rank *n)
     ncclResult_t state = ft__nccl_state(n);
     double limit = n->ctx->config.timeout_s;
     ft_status status = ft__nccl_compare_all(n);
-    if (n->ctx->world->aborted) {
+    if (ft__nccl_world_aborted(n->ctx)) {
         ft__nccl_abort(n);
         return;
     }
@@ -11389,8 +11403,12 @@ static void *ft__nccl_watchdog(void *arg)
     return NULL;
 }
 
-static void ft__nccl_notices_free(struct ft__nccl *c)
+static void ft__nccl_free(struct ft__nccl *c)
 {
+    for (int k = 0; k <= FT__NCCL_MARKS; k++) {
+        if (c->marks[k] && c->marks[k]->done) (void)cudaEventDestroy(c->marks[k]->done);
+        FT_FREE(c->marks[k]);
+    }
     while (c->notices) {
         ft__nccl_notice *notice = c->notices;
         c->notices = notice->next;
@@ -11399,6 +11417,8 @@ static void ft__nccl_notices_free(struct ft__nccl *c)
         if (notice->on_gpu) (void)cudaFree(notice->on_gpu);
         FT_FREE(notice);
     }
+    FT_FREE(c->seen);
+    FT_FREE(c);
 }
 
 /* -- a rank's begin and end */
@@ -11435,7 +11455,7 @@ static void ft__nccl_end(ft_ctx *ctx)
     pthread_cond_signal(&n->changed);
     pthread_mutex_unlock(&n->lock);
     if (n->watching) pthread_join(n->watchdog, NULL);
-    if (ctx->world->aborted) ft__nccl_abort(n);
+    if (ft__nccl_world_aborted(ctx)) ft__nccl_abort(n);
     for (int i = 0; i < n->n_aborts; i++) pthread_join(n->aborts[i], NULL);
     for (int i = 0; i < n->n_groups; i++) {
         struct ft__nccl *c = n->groups[i]->nccl;
@@ -11444,11 +11464,7 @@ static void ft__nccl_end(ft_ctx *ctx)
             (void)ft__nccl_settle(ctx, c->comm, ncclSuccess, "leaving a group");
             (void)ncclCommDestroy(c->comm);
         }
-        for (int k = 0; k < 2; k++)
-            if (c->done[k]) (void)cudaEventDestroy(c->done[k]);
-        ft__nccl_notices_free(c);
-        FT_FREE(c->seen);
-        FT_FREE(c);
+        ft__nccl_free(c);
         n->groups[i]->nccl = NULL;
     }
     if (n->world) {
@@ -11475,7 +11491,7 @@ static ft_status ft__nccl_over(const ft_ctx *ctx, cudaStream_t stream)
         cudaError_t error = cudaStreamQuery(stream);
         if (error == cudaSuccess) return FT_OK;
         if (error != cudaErrorNotReady) return ft__gpu_error(error, "making a group");
-        FT_TRY(ft__nccl_world_ok(ctx));
+        FT_TRY(ft__world_ok(ctx));
         if (ft__nccl_since(&begin) > ctx->config.timeout_s)
             return ft_error(FT_ERR_TIMEOUT, "making a group: its first member did not come within "
                             "%g s", ctx->config.timeout_s);
@@ -11503,6 +11519,25 @@ static ft_status ft__nccl_share_id(ft_ctx *ctx, int n, const int *ranks, int mem
     return FT_OK;
 }
 
+/* All but the communicator. */
+static ft_status ft__nccl_create(ft_group *g)
+{
+    struct ft__nccl *c = (struct ft__nccl *)ft__zalloc(sizeof *c);
+    cudaError_t error = cudaSuccess;
+    int k = 0;
+    for (; c && k <= FT__NCCL_MARKS && error == cudaSuccess; k++) {
+        c->marks[k] = (ft__nccl_mark *)ft__zalloc(sizeof **c->marks);
+        if (!c->marks[k]) break;
+        error = cudaEventCreateWithFlags(&c->marks[k]->done, cudaEventDisableTiming);
+    }
+    g->nccl = c;
+    if (k > FT__NCCL_MARKS && error == cudaSuccess) return FT_OK;
+    if (c) ft__nccl_free(c);
+    g->nccl = NULL;
+    if (error != cudaSuccess) return ft__gpu_error(error, "making a group");
+    return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
+}
+
 static ft_status ft__nccl_group(ft_group *g, const int *ranks)
 {
     ft_ctx *ctx = g->ctx;
@@ -11512,10 +11547,7 @@ static ft_status ft__nccl_group(ft_group *g, const int *ranks)
     if (r->n_groups == FT__NCCL_GROUPS)
         return ft_error(FT_ERR_UNSUPPORTED, "group \"%s\": more than %d groups over NCCL", g->name,
                         FT__NCCL_GROUPS);
-    g->nccl = (struct ft__nccl *)ft__zalloc(sizeof *g->nccl);
-    if (!g->nccl) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
-    for (int k = 0; k < 2; k++)
-        FT__CUDA(cudaEventCreateWithFlags(&g->nccl->done[k], cudaEventDisableTiming));
+    FT_TRY(ft__nccl_create(g));
     pthread_mutex_lock(&r->lock);
     r->groups[r->n_groups++] = g;
     pthread_mutex_unlock(&r->lock);
@@ -11554,6 +11586,29 @@ static ncclResult_t ft__nccl_call(ft_group *g, cudaStream_t stream, const ft__po
     }
 }
 
+/* A mark for the call that was queued. A host that runs far ahead leaves them all along the way:
+   where all are out every second one is given up, and fewer calls get one. Lock held. */
+static ft__nccl_mark *ft__nccl_mark_next(struct ft__nccl *c)
+{
+    ft__nccl_mark *given_up[FT__NCCL_MARKS / 2];
+    if (!c->out && !c->newest_out) c->stride = 1;
+    if (++c->skipped < c->stride) {
+        c->newest_out = 1;
+        return c->marks[FT__NCCL_MARKS];
+    }
+    c->skipped = c->newest_out = 0;
+    if (c->out == FT__NCCL_MARKS) {
+        for (int k = 0; k < FT__NCCL_MARKS / 2; k++) {
+            given_up[k] = c->marks[2 * k + 1];
+            c->marks[k] = c->marks[2 * k];
+        }
+        memcpy(c->marks + FT__NCCL_MARKS / 2, given_up, sizeof given_up);
+        c->out = FT__NCCL_MARKS / 2;
+        c->stride *= 2;
+    }
+    return c->marks[c->out++];
+}
+
 /* Tells the watchdog of what was queued. */
 static ft_status ft__nccl_queued(ft_group *g, ft_stream *s, ncclResult_t result)
 {
@@ -11562,25 +11617,24 @@ static ft_status ft__nccl_queued(ft_group *g, ft_stream *s, ncclResult_t result)
     FT_TRY(ft__nccl_settle(g->ctx, c->comm, result, c->what));
     pthread_mutex_lock(&r->lock);
     int idle = 1;
-    for (int i = 0; i < r->n_groups; i++) idle = idle && !r->groups[i]->nccl->outstanding;
+    for (int i = 0; i < r->n_groups; i++)
+        idle = idle && !r->groups[i]->nccl->out && !r->groups[i]->nccl->newest_out;
     if (idle) clock_gettime(FT__CLOCK, &r->moved);
-    cudaError_t error = cudaEventRecord(c->done[c->outstanding ? !c->watched : c->watched],
-                                        ft__native(s));
-    c->outstanding = c->outstanding ? 2 : 1;
+    ft__nccl_mark *mark = ft__nccl_mark_next(c);
+    memcpy(mark->what, c->what, sizeof mark->what);
+    cudaError_t error = cudaEventRecord(mark->done, ft__native(s));
     pthread_mutex_unlock(&r->lock);
     return error == cudaSuccess ? FT_OK : ft__gpu_error(error, c->what);
 }
 
 static ft_status ft__nccl_ready(ft_group *g)
 {
-    ft__world *world = g->ctx->world;
-    ft_status status = FT_OK;
-    pthread_mutex_lock(&world->lock);
-    if (world->aborted) status = ft__abort_error(world, g->ctx->rank);
-    pthread_mutex_unlock(&world->lock);
-    if (status == FT_OK && !g->nccl->comm)
-        status = ft_error(FT_ERR_STATE, "group \"%s\": its communicator was aborted", g->name);
-    return status;
+    FT_TRY(ft__world_ok(g->ctx));
+    pthread_mutex_lock(&g->ctx->nccl->lock);
+    int there = g->nccl->comm != NULL;
+    pthread_mutex_unlock(&g->ctx->nccl->lock);
+    if (there) return FT_OK;
+    return ft_error(FT_ERR_STATE, "group \"%s\": its communicator was aborted", g->name);
 }
 
 /* Notes, under the lock, what is about to be queued: "NAME of N OF-WHAT on group ...". */
