@@ -216,6 +216,11 @@ $(eval $(call test_rules,build/plain,$$$$FT_PLAIN_CFLAGS,$$$$FT_PLAIN_LIBS))
 $(eval $(call test_rules,build/asan,$$(ASAN) $$$$FT_PLAIN_CFLAGS,$$$$FT_PLAIN_LIBS))
 $(eval $(call test_rules,build/tsan,$$(TSAN) $$$$FT_PLAIN_CFLAGS,$$$$FT_PLAIN_LIBS))
 
+# The GPU's side of the headers, on fake GPUs.
+$(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_nccl): C_FLAGS += -Itests/fake_gpu
+$(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_nccl): \
+    $(wildcard tests/fake_gpu/*.h tests/fake_gpu/*/*.h)
+
 # Tests that include a program.
 $(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_memory_tables $(dir)/test_arena): \
     examples/memory_tables.c examples/train_llama.c
@@ -231,16 +236,16 @@ RANK_TESTS ?= $(filter test_comm test_tp test_llama test_options test_3d,$(TESTS
 # The same for the sanitizers, under which programs are 3 to 15 times slower: these reach every part
 # in minutes. make async RANK_TESTS="...", make asan ASAN_TESTS="...", make tsan TSAN_TESTS="..."
 # run others.
-ASAN_TESTS ?= $(filter test_comm test_io test_data test_megatron test_jsonl test_documents \
+ASAN_TESTS ?= $(filter test_comm test_nccl test_io test_data test_megatron test_jsonl test_documents \
     test_tensorboard test_ops test_tape test_llama test_options test_tp test_pp_schedule test_state \
     test_checkpoint test_hf,$(TESTS))
-TSAN_TESTS ?= $(filter test_comm test_tp test_data test_3d test_arena,$(TESTS))
+TSAN_TESTS ?= $(filter test_comm test_nccl test_tp test_data test_3d test_arena,$(TESTS))
 # Tests that run again with the caching allocator: all that launch ranks.
 CACHING_TESTS ?= $(filter-out test_io test_data test_megatron test_jsonl test_pp_schedule \
     test_memory_tables test_arena test_checkpoint,$(TESTS))
 
 # Those that measure time, or in which short timeouts must not run out by chance, run alone.
-ALONE := test_failure test_memory_tables test_memplan.sh test_resume.sh test_trainer.sh
+ALONE := test_failure test_nccl test_memory_tables test_memplan.sh test_resume.sh test_trainer.sh
 RUN_TESTS = sh tools/run_tests.sh -t $(TEST_TIMEOUT) -j $(TEST_JOBS) -a "$(ALONE)"
 
 .PHONY: deps

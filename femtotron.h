@@ -11143,8 +11143,8 @@ typedef struct ft__nccl_mark { /* behind a call */
 
 struct ft__nccl { /* of a group */
     ncclComm_t comm;
-    ft__nccl_mark *marks[FT__NCCL_MARKS + 1]; /* `out` outstanding, oldest first; then the others;
-                                  the last is that of the newest call, where that has none of these */
+    ft__nccl_mark *marks[FT__NCCL_MARKS + 1]; /* `out` outstanding, oldest first; free ones; last
+                                                 the newest call's, where that has none of these */
     int out, newest_out, stride, skipped; /* a mark stands behind every `stride`th call */
     char what[FT__TEXT_BYTES / 4]; /* of the call that is being queued */
     ft__nccl_notice *notices;

@@ -14,7 +14,9 @@ typedef enum cudaError {
 typedef struct fake_stream *cudaStream_t;
 typedef struct fake_event *cudaEvent_t;
 struct cudaDeviceProp { char name[256]; };
-enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
+enum cudaMemcpyKind {
+    cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice
+};
 enum { cudaEventDisableTiming = 2, cudaStreamNonBlocking = 1 };
 
 const char *cudaGetErrorString(cudaError_t error);

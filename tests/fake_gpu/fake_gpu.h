@@ -1,5 +1,5 @@
-/* fake_gpu.h: GPUs, cuBLASLt and NCCL that are threads of this machine's CPU, so that the code around
-   them is tested, and looked at by sanitizers, where no GPU is.
+/* fake_gpu.h: GPUs, cuBLASLt and NCCL that are threads of this machine's CPU, so that the code
+   around them is tested, and looked at by sanitizers, where no GPU is.
 
    Compile with -Itests/fake_gpu -DFT_CUDA -DFT_NCCL, and include this after the headers with their
    implementation, in the same file:
@@ -9,14 +9,15 @@
        ...
        #include "tests/fake_gpu/fake_gpu.h"
 
-   GPUs     FAKE_GPUS of them (16), with FAKE_GPU_BYTES each (4 GiB). A stream is a thread that works
-            off a queue: what is queued runs later, unless an event or a wait orders it, so a missing
-            wait is a data race that ThreadSanitizer reports. Memory is filled with NaN when it is
-            given, and freed when all streams of the device are idle, as CUDA does it.
+   GPUs     FAKE_GPUS of them (16), with FAKE_GPU_BYTES each (4 GiB). A stream is a thread that
+            works off a queue: what is queued runs later, unless an event or a wait orders it, so a
+            missing wait is a data race that ThreadSanitizer reports. Memory begins with NaNs when
+            it is given, and is freed when all streams of the device are idle, as CUDA does it.
    kernels  A ftk_ launcher queues the CPU kernel of the call's row.
    NCCL     Between threads. As the real one it does not compare what members ask for: where sizes
             differ the smaller one is moved, and all is well; where the calls are different ones
             nobody returns until the communicator is aborted. Communicators are non-blocking.
+            Every call takes FAKE_SLOW_US (0).
    What is not here: graphs, peers without access, cuBLASLt's choice of algorithms. */
 
 #ifndef FAKE_GPU_H
@@ -33,15 +34,10 @@
 
 /* One lock for everything that is not a stream's queue. */
 static pthread_mutex_t fake_lock = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t fake_changed = PTHREAD_COND_INITIALIZER;
-
-static void fake_changes(void)
-{
-    pthread_cond_broadcast(&fake_changed);
-    pthread_mutex_unlock(&fake_lock);
-}
 
 /* ------------------------------------------------------------------------------------- devices */
+
+enum { FAKE_FILL = 1 << 18 }; /* of what is given, at most */
 
 typedef struct fake_block fake_block;
 struct fake_block { fake_block *next; char *at; size_t bytes; int device; /* -1: pinned */ };
@@ -101,7 +97,8 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes)
     *free_bytes = *total_bytes;
     pthread_mutex_lock(&fake_lock);
     for (fake_block *b = fake_blocks; b; b = b->next)
-        if (b->device == fake_device) *free_bytes -= b->bytes < *free_bytes ? b->bytes : *free_bytes;
+        if (b->device == fake_device)
+            *free_bytes -= b->bytes < *free_bytes ? b->bytes : *free_bytes;
     pthread_mutex_unlock(&fake_lock);
     return cudaSuccess;
 }
@@ -138,12 +135,14 @@ struct fake_stream {
     pthread_cond_t changed;
     fake_task *first, **last;
     int busy, stop, device;
+    int references;           /* fake_lock */
     struct fake_stream *next; /* of all */
 };
 
 struct fake_event {
     long long recorded, done; /* fake_lock */
     int references;
+    pthread_cond_t changed;
     struct timespec time;
 };
 
@@ -213,6 +212,7 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, i
     if (!s) return cudaErrorMemoryAllocation;
     s->last = &s->first;
     s->device = fake_device;
+    s->references = 1;
     pthread_mutex_init(&s->lock, NULL);
     pthread_cond_init(&s->changed, NULL);
     if (pthread_create(&s->thread, NULL, fake_stream_main, s) != 0) {
@@ -225,6 +225,17 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, i
     pthread_mutex_unlock(&fake_lock);
     *stream = s;
     return cudaSuccess;
+}
+
+static void fake_stream_drop(struct fake_stream *s)
+{
+    pthread_mutex_lock(&fake_lock);
+    int last = --s->references == 0;
+    pthread_mutex_unlock(&fake_lock);
+    if (!last) return;
+    pthread_cond_destroy(&s->changed);
+    pthread_mutex_destroy(&s->lock);
+    free(s);
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t s)
@@ -241,9 +252,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s)
     pthread_cond_broadcast(&s->changed);
     pthread_mutex_unlock(&s->lock);
     pthread_join(s->thread, NULL);
-    pthread_cond_destroy(&s->changed);
-    pthread_mutex_destroy(&s->lock);
-    free(s);
+    fake_stream_drop(s);
     return cudaSuccess;
 }
 
@@ -261,18 +270,21 @@ cudaError_t cudaStreamSynchronize(cudaStream_t s)
     return fake_state();
 }
 
-/* Streams of other devices may come and go meanwhile, those of this one not: its rank is here. */
+/* Streams of other ranks may come and go meanwhile. */
 static void fake_drain_device(int device)
 {
-    for (int k = 0;; k++) {
-        struct fake_stream *s;
-        int i = 0;
-        pthread_mutex_lock(&fake_lock);
-        for (s = fake_streams; s; s = s->next)
-            if (s->device == device && i++ == k) break;
-        pthread_mutex_unlock(&fake_lock);
-        if (!s) return;
-        fake_drain(s);
+    struct fake_stream *held[256], *s;
+    int n = 0;
+    pthread_mutex_lock(&fake_lock);
+    for (s = fake_streams; s && n < 256; s = s->next)
+        if (s->device == device) {
+            s->references++;
+            held[n++] = s;
+        }
+    pthread_mutex_unlock(&fake_lock);
+    for (int i = 0; i < n; i++) {
+        fake_drain(held[i]);
+        fake_stream_drop(held[i]);
     }
 }
 
@@ -290,6 +302,7 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags)
     *event = (cudaEvent_t)calloc(1, sizeof **event);
     if (!*event) return cudaErrorMemoryAllocation;
     (*event)->references = 1;
+    pthread_cond_init(&(*event)->changed, NULL);
     return cudaSuccess;
 }
 
@@ -298,7 +311,9 @@ cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlag
 /* Locked. */
 static void fake_event_drop(cudaEvent_t event)
 {
-    if (--event->references == 0) free(event);
+    if (--event->references) return;
+    pthread_cond_destroy(&event->changed);
+    free(event);
 }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event)
@@ -317,15 +332,17 @@ static void fake_event_reached(void *argument)
     pthread_mutex_lock(&fake_lock);
     if (mark->event->done < mark->count) mark->event->done = mark->count;
     clock_gettime(CLOCK_MONOTONIC, &mark->event->time);
+    pthread_cond_broadcast(&mark->event->changed);
     fake_event_drop(mark->event);
-    fake_changes();
+    pthread_mutex_unlock(&fake_lock);
 }
 
 static void fake_event_awaited(void *argument)
 {
     const fake_mark *mark = (const fake_mark *)argument;
     pthread_mutex_lock(&fake_lock);
-    while (mark->event->done < mark->count) pthread_cond_wait(&fake_changed, &fake_lock);
+    while (mark->event->done < mark->count)
+        pthread_cond_wait(&mark->event->changed, &fake_lock);
     fake_event_drop(mark->event);
     pthread_mutex_unlock(&fake_lock);
 }
@@ -366,7 +383,7 @@ cudaError_t cudaEventQuery(cudaEvent_t event)
 cudaError_t cudaEventSynchronize(cudaEvent_t event)
 {
     pthread_mutex_lock(&fake_lock);
-    while (event->done < event->recorded) pthread_cond_wait(&fake_changed, &fake_lock);
+    while (event->done < event->recorded) pthread_cond_wait(&event->changed, &fake_lock);
     pthread_mutex_unlock(&fake_lock);
     return fake_state();
 }
@@ -393,7 +410,7 @@ static cudaError_t fake_alloc(void **out, size_t bytes, int device)
         free(b);
         return cudaErrorMemoryAllocation;
     }
-    memset(b->at, 0xff, bytes);
+    memset(b->at, 0xff, bytes < FAKE_FILL ? bytes : FAKE_FILL);
     b->bytes = bytes;
     b->device = device;
     pthread_mutex_lock(&fake_lock);
@@ -653,7 +670,7 @@ static void fake_fails(const char *what, const char *why)
     fprintf(stderr, "fake GPU: %s: %s\n", what, why);
     pthread_mutex_lock(&fake_lock);
     fake_failure = cudaErrorLaunchFailure;
-    fake_changes();
+    pthread_mutex_unlock(&fake_lock);
 }
 
 typedef struct fake_launch {
@@ -969,6 +986,7 @@ struct fake_clique {        /* the communicators of one id */
     fake_clique *next;
     ncclUniqueId id;
     int n, joined, left;
+    pthread_cond_t changed;
     fake_round *rounds;
     fake_letter *letters;
 };
@@ -984,11 +1002,15 @@ const char *ncclGetErrorString(ncclResult_t result)
          : result == ncclInvalidUsage ? "invalid usage" : "an error";
 }
 
+/* The next so many ids are one, as of processes that meet where NCCL_COMM_ID says. */
+static int fake_meeting;
+
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id)
 {
     memset(id, 0, sizeof *id);
     pthread_mutex_lock(&fake_lock);
-    fake_ids++;
+    if (fake_meeting == 0) fake_ids++;
+    else fake_meeting--;
     memcpy(id->internal, &fake_ids, sizeof fake_ids);
     pthread_mutex_unlock(&fake_lock);
     return ncclSuccess;
@@ -1010,6 +1032,7 @@ ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int n, ncclUniqueId id, in
         if (!q) abort();
         q->id = id;
         q->n = n;
+        pthread_cond_init(&q->changed, NULL);
         q->next = fake_cliques;
         fake_cliques = q;
     }
@@ -1057,6 +1080,7 @@ static void fake_comm_drop(ncclComm_t comm)
         q->letters = l->next;
         free(l);
     }
+    pthread_cond_destroy(&q->changed);
     free(q);
 }
 
@@ -1064,7 +1088,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm)
 {
     pthread_mutex_lock(&fake_lock);
     fake_comm_drop(comm);
-    fake_changes();
+    pthread_mutex_unlock(&fake_lock);
     return ncclSuccess;
 }
 
@@ -1072,8 +1096,9 @@ ncclResult_t ncclCommAbort(ncclComm_t comm)
 {
     pthread_mutex_lock(&fake_lock);
     comm->aborted = 1;
+    pthread_cond_broadcast(&comm->clique->changed);
     fake_comm_drop(comm);
-    fake_changes();
+    pthread_mutex_unlock(&fake_lock);
     return ncclSuccess;
 }
 
@@ -1085,11 +1110,16 @@ static size_t fake_bytes(ncclDataType_t type)
 static void fake_add(char *to, const char *from, size_t count, ncclDataType_t type)
 {
     for (size_t i = 0; i < count; i++) {
-        if (type == ncclUint64) ((uint64_t *)(void *)to)[i] += ((const uint64_t *)(const void *)from)[i];
-        else if (type == ncclInt32) ((int32_t *)(void *)to)[i] += ((const int32_t *)(const void *)from)[i];
-        else {
-            const ft_dtype t = type == ncclBfloat16 ? FT_BF16 : FT_F32;
-            fake_put(to, t, (int64_t)i, fake_get(to, t, (int64_t)i) + fake_get(from, t, (int64_t)i));
+        const ft_dtype t = type == ncclBfloat16 ? FT_BF16 : FT_F32;
+        const int64_t at = (int64_t)i;
+        uint64_t words[2];
+        if (type == ncclUint64) {
+            memcpy(&words[0], to + 8 * i, 8);
+            memcpy(&words[1], from + 8 * i, 8);
+            words[0] += words[1];
+            memcpy(to + 8 * i, &words[0], 8);
+        } else {
+            fake_put(to, t, at, fake_get(to, t, at) + fake_get(from, t, at));
         }
     }
 }
@@ -1114,7 +1144,8 @@ static void fake_round_result(const fake_round *r, int n, const fake_call *own, 
 /* Waits, locked, until *count is n; 0 if the communicator is aborted before. */
 static int fake_all(const fake_call *own, const int *count, int n)
 {
-    while (*count < n && !own->comm->aborted) pthread_cond_wait(&fake_changed, &fake_lock);
+    while (*count < n && !own->comm->aborted)
+        pthread_cond_wait(&own->comm->clique->changed, &fake_lock);
     return !own->comm->aborted;
 }
 
@@ -1136,18 +1167,20 @@ static void fake_call_run(void *argument)
     r = *at;
     r->calls[own->comm->rank] = *own;
     r->here++;
-    pthread_cond_broadcast(&fake_changed);
+    pthread_cond_broadcast(&q->changed);
     int whole = fake_all(own, &r->here, n);
     for (int i = 0; i < n && whole; i++)
         if (r->calls[i].kind != own->kind) whole = fake_all(own, &r->here, n + 1); /* never */
     if (whole) {
+        const struct timespec slow = { 0, 1000 * (long)fake_setting("FAKE_SLOW_US", 0) };
         pthread_mutex_unlock(&fake_lock);
+        if (slow.tv_nsec) nanosleep(&slow, NULL);
         fake_round_result(r, n, own, result);
         pthread_mutex_lock(&fake_lock);
     }
     r->read++;
-    pthread_cond_broadcast(&fake_changed);
-    while (whole && r->read < n) pthread_cond_wait(&fake_changed, &fake_lock); /* peers read */
+    pthread_cond_broadcast(&q->changed);
+    while (whole && r->read < n) pthread_cond_wait(&q->changed, &fake_lock); /* peers read */
     if (whole && !own->comm->aborted) memcpy(own->out, result, bytes);
     if (++r->left == n) {
         for (at = &q->rounds; *at != r; at = &(*at)->next) {}
@@ -1155,7 +1188,7 @@ static void fake_call_run(void *argument)
         free(r);
     }
     fake_comm_drop(own->comm);
-    fake_changes();
+    pthread_mutex_unlock(&fake_lock);
     free(result);
 }
 
@@ -1239,25 +1272,25 @@ static void fake_group_run(void *argument)
         for (end = &q->letters; *end; end = &(*end)->next) {}
         *end = sent[n++] = l;
     }
-    pthread_cond_broadcast(&fake_changed);
+    pthread_cond_broadcast(&q->changed);
     for (int i = 0; i < g->n && !g->comm->aborted; i++) {
         fake_letter **at = NULL;
         if (g->m[i].is_send) continue;
         while (!g->comm->aborted && !(at = fake_letter_find(q, g->m[i].peer, rank)))
-            pthread_cond_wait(&fake_changed, &fake_lock);
+            pthread_cond_wait(&q->changed, &fake_lock);
         if (!at) break;
         memcpy(g->m[i].data, (*at)->data, fake_least((*at)->bytes, g->m[i].bytes));
         (*at)->taken = 1;
-        pthread_cond_broadcast(&fake_changed);
+        pthread_cond_broadcast(&q->changed);
     }
     for (int i = 0; i < n; i++) {
-        while (!sent[i]->taken && !g->comm->aborted) pthread_cond_wait(&fake_changed, &fake_lock);
+        while (!sent[i]->taken && !g->comm->aborted) pthread_cond_wait(&q->changed, &fake_lock);
         for (end = &q->letters; *end != sent[i]; end = &(*end)->next) {}
         *end = sent[i]->next;
         free(sent[i]);
     }
     fake_comm_drop(g->comm);
-    fake_changes();
+    pthread_mutex_unlock(&fake_lock);
 }
 
 ncclResult_t ncclGroupStart(void)
@@ -1303,8 +1336,8 @@ static ncclResult_t fake_message_add(int is_send, void *data, size_t bytes, int 
     return result == ncclSuccess ? ended : result;
 }
 
-ncclResult_t ncclSend(const void *data, size_t count, ncclDataType_t type, int peer, ncclComm_t comm,
-                      cudaStream_t stream)
+ncclResult_t ncclSend(const void *data, size_t count, ncclDataType_t type, int peer,
+                      ncclComm_t comm, cudaStream_t stream)
 {
     return fake_message_add(1, (void *)(size_t)data, count * fake_bytes(type), peer, comm, stream);
 }
