@@ -217,9 +217,15 @@ $(eval $(call test_rules,build/asan,$$(ASAN) $$$$FT_PLAIN_CFLAGS,$$$$FT_PLAIN_LI
 $(eval $(call test_rules,build/tsan,$$(TSAN) $$$$FT_PLAIN_CFLAGS,$$$$FT_PLAIN_LIBS))
 
 # The GPU's side of the headers, on fake GPUs.
+FAKE_GPU := $(wildcard tests/fake_gpu/*.h tests/fake_gpu/*/*.h)
 $(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_nccl): C_FLAGS += -Itests/fake_gpu
-$(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_nccl): \
-    $(wildcard tests/fake_gpu/*.h tests/fake_gpu/*/*.h)
+$(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_nccl): $(FAKE_GPU)
+
+build/fake/train_llama: tests/fake_gpu/train_llama.c examples/train_llama.c $(HEADERS) $(FAKE_GPU) \
+    build/features
+	@mkdir -p $(@D)
+	@. build/features; set -x; $(CC) $(C_FLAGS) -Itests/fake_gpu -DFT_CUDA -DFT_NCCL -O2 \
+	    $$FT_PLAIN_CFLAGS $< -o $@ $$FT_PLAIN_LIBS $(SYSTEM_LIBS)
 
 # Tests that include a program.
 $(foreach dir,build build/plain build/asan build/tsan,$(dir)/test_memory_tables $(dir)/test_arena): \
@@ -264,7 +270,7 @@ examples: | compiler ## build and run the ladder of examples, each against the o
 	@CC="$(CC)" sh tests/test_examples.sh
 
 .PHONY: test_programs asan_programs tsan_programs
-test_programs: build/train_llama build/memplan $(addprefix build/,$(TESTS)) \
+test_programs: build/train_llama build/fake/train_llama build/memplan $(addprefix build/,$(TESTS)) \
     $(addprefix build/plain/,$(PLAIN_TESTS))
 asan_programs: $(addprefix build/asan/,$(ASAN_TESTS))
 tsan_programs: $(addprefix build/tsan/,$(TSAN_TESTS))
