@@ -4,34 +4,10 @@
 #
 # usage: tests/test_resume.sh       tests $FT_TRAINER, default build/train_llama
 # Last line: "N passed, N failed".
-set -u
+in_memory=1
+. "$(dirname "$0")/shell.sh"
 
-trainer=${FT_TRAINER:-build/train_llama}
-# Syncing costs nothing in memory, where there is such a file system.
-where=${TMPDIR:-/tmp}
-[ -d /dev/shm ] && [ -w /dev/shm ] && where=/dev/shm
-dir=$(mktemp -d "$where/ft_resume.XXXXXX") || exit 1
-trap 'rm -rf "$dir"' EXIT
-trap 'exit 1' HUP INT TERM
-limit=
-command -v timeout >/dev/null 2>&1 && limit="timeout -k 5 120"
-
-passed=0 failed=0
-pass() { passed=$((passed + 1)); printf 'ok   %s\n' "$1"; }
-fail() {
-    failed=$((failed + 1))
-    printf 'FAIL %s: %s\n' "$1" "$2"
-    head -n 5 "$dir/err" 2>/dev/null
-    tail -n 3 "$dir/out" 2>/dev/null
-}
-
-run() { $limit "$trainer" "$@" >"$dir/out" 2>"$dir/err"; }
-
-i=0
-while [ $i -lt 250 ]; do
-    echo "the number $i is followed by $((i + 1)), said the ant"
-    i=$((i + 1))
-done >"$dir/data.txt"
+counting 250 >"$dir/data.txt"
 shape="--hidden 32 --heads 4 --kv-heads 2 --seq-len 32 --micro-batch-size 2"
 small="$shape --layers 2 --data $dir/data.txt"
 ck="$dir/ck"
@@ -57,9 +33,7 @@ refuse() {
         refuse "built without checkpoints" $small --steps 1 --checkpoint-dir "$ck"
         refuse "lcjson" $small --steps 1 --resume "$ck"
         echo "skipped: this trainer has no checkpoints"
-        echo "$passed passed, $failed failed"
-        [ "$failed" = 0 ]
-        exit
+        finish
     fi
     refuse "--keep needs --checkpoint-dir" $small --keep 2
     refuse "--checkpoint-every needs --checkpoint-dir" $small --checkpoint-every 2
@@ -328,5 +302,4 @@ stopped() {
     fi
 }
 
-echo "$passed passed, $failed failed"
-[ "$failed" = 0 ]
+finish
