@@ -42,26 +42,10 @@ static int disk_fault(const char *call)
 #include "femtotron_pp.h"
 #include "femtotron_llama.h"
 #include "femtotron_io.h"
+#include "assert_status.h"
 #include "check.h"
 
 #ifdef FT_CJSON
-
-static void assert_ok(ft_status status)
-{
-    if (status != FT_OK) fail_msg("%s", ft_last_error());
-}
-
-/* The status, and a message of one line that contains both strings. */
-static void assert_error(ft_status status, ft_status wanted, const char *where, const char *reason)
-{
-    const char *message = ft_last_error();
-    if (status != wanted)
-        fail_msg("%s instead of %s for %s (%s)", ft_status_name(status), ft_status_name(wanted),
-                 reason, status ? message : "");
-    if (strstr(message, where) == NULL) fail_msg("\"%s\" does not name %s", message, where);
-    if (strstr(message, reason) == NULL) fail_msg("\"%s\" does not say %s", message, reason);
-    if (strchr(message, '\n') != NULL) fail_msg("\"%s\" is more than one line", message);
-}
 
 /* ------------------------------------------------------------------------ directories of models */
 

@@ -33,6 +33,7 @@
 #endif
 #include "femtotron.h"
 #include "femtotron_io.h"
+#include "assert_status.h"
 
 /* ------------------------------------------------------------------------------------- helpers */
 
@@ -59,21 +60,6 @@ static void assert_file_is(const char *path, const char *text)
     assert_string_equal(bytes, text);
     assert_int_equal(n, strlen(text));
     free(bytes);
-}
-
-static void assert_ok(ft_status status)
-{
-    if (status != FT_OK) fail_msg("%s", ft_last_error());
-}
-
-/* The status, and a message of one line that contains both strings. */
-static void assert_error(ft_status status, ft_status wanted, const char *where, const char *reason)
-{
-    const char *message = ft_last_error();
-    if (status != wanted) fail_msg("status %d instead of %d for %s", status, wanted, reason);
-    if (strstr(message, where) == NULL) fail_msg("\"%s\" does not name %s", message, where);
-    if (strstr(message, reason) == NULL) fail_msg("\"%s\" does not say %s", message, reason);
-    if (strchr(message, '\n') != NULL) fail_msg("\"%s\" is more than one line", message);
 }
 
 /* A safetensors file: 8 bytes of length, header, data_bytes bytes 0, 1, 2, ... */
