@@ -55,9 +55,10 @@
      FT_XXHASH     adds, together with FT_CJSON, >>checkpoint, which hashes with xxHash (<xxhash.h>,
                    link -lxxhash). Default off. The file with the implementation then needs POSIX
                    (-std=c11 alone hides it where a system header comes first).
-     FT_IO_FAULT(call)   for tests: asked before a "write", "sync", "rename", "mkdir" or "open" with
-                   which a checkpoint is written; an errno that it gives is taken for the call's.
-                   Other files' are asked too, where they share the code. Default 0.
+     FT_IO_FAULT(call)   for tests: asked before a file is opened to be written, of whatever kind
+                   ("open"), and before a "write", "sync", "rename" or "mkdir" with which a checkpoint
+                   or an export is written (other files' too, where they share the code); an errno
+                   that it gives is taken for the call's. Default 0.
      femtotron_llama.h, included before this header (also in the file with the implementation), adds
                    >>hf llama, and to >>checkpoint those of a Llama.
 
@@ -1294,6 +1295,21 @@ static int ft__io_open_fd(const char *path, int flags)
     return fd;
 }
 
+/* To write: every descriptor and every stream of a file that is written comes from these two. */
+static int ft__io_create_fd(const char *path, int flags)
+{
+    const int error = FT_IO_FAULT("open");
+    if (error != 0) errno = error;
+    return error != 0 ? -1 : ft__io_open_fd(path, flags | O_CREAT);
+}
+
+static FILE *ft__io_create_stream(const char *path)
+{
+    const int error = FT_IO_FAULT("open");
+    if (error != 0) errno = error;
+    return error != 0 ? NULL : fopen(path, "w");
+}
+
 /* Maps a whole file for reading. The descriptor is closed: the mapping lives without it. */
 static ft_status ft__io_map_open(const char *path, ft__io_map *map)
 {
@@ -1720,7 +1736,7 @@ FT_API ft_status ft_io_json_open(const char *path, ft_io_json **out)
     if (path == NULL || out == NULL)
         return ft_error(FT_ERR_ARG, "ft_io_json_open: path and out must not be NULL");
     *out = NULL;
-    FILE *file = fopen(path, "w");
+    FILE *file = ft__io_create_stream(path);
     if (file == NULL)
         return ft_error(FT_ERR_IO, "%s: cannot open for writing: %s", path, strerror(errno));
     const ft_status status = ft_io_json_create(file, path, out);
@@ -2582,7 +2598,7 @@ static ft_status ft__io_open_temporary(const char *path, char **temporary, int *
     errno = EEXIST;
     for (int i = 0; *fd < 0 && errno == EEXIST && i < 10000; i++) {
         snprintf(name, room, "%s.tmp-%ld-%d", path, (long)getpid(), i);
-        *fd = ft__io_open_fd(name, O_WRONLY | O_CREAT | O_EXCL);
+        *fd = ft__io_create_fd(name, O_WRONLY | O_EXCL);
     }
     if (*fd < 0) {
         const ft_status status = ft_error(
@@ -7297,9 +7313,7 @@ static double ft__io_now(void)
 /* A new file with these bytes, on the disk when this returns. */
 static ft_status ft__io_put_file(const char *path, const char *text, size_t n)
 {
-    const int fault = FT_IO_FAULT("open");
-    const int fd = fault != 0 ? -1 : ft__io_open_fd(path, O_WRONLY | O_CREAT | O_TRUNC);
-    if (fault != 0) errno = fault;
+    const int fd = ft__io_create_fd(path, O_WRONLY | O_TRUNC);
     if (fd < 0) return ft__io_refused(path, "create");
     int error = ft__io_write(fd, text, n, NULL);
     if (error == 0 && ft__io_fsync(fd) != 0) error = errno;
@@ -7415,7 +7429,7 @@ static ft_status ft__io_lock(ft_io_checkpoint *c)
 {
     char *path = ft__io_join(c->dir, "lock");
     if (path == NULL) return ft__io_oom(c->dir, strlen(c->dir) + 6);
-    c->lock = ft__io_open_fd(path, O_RDWR | O_CREAT);
+    c->lock = ft__io_create_fd(path, O_RDWR);
     ft_status status = c->lock < 0 ? ft__io_refused(path, "create") : FT_OK;
     if (status == FT_OK && flock(c->lock, LOCK_EX | LOCK_NB) != 0)
         status = errno == EWOULDBLOCK
@@ -8416,7 +8430,7 @@ struct ft_io_log {
 static int ft__io_log_file(const char *path, int append, ft_io_log *log)
 {
     /* Reading is needed to see how the file ends. */
-    log->fd = ft__io_open_fd(path, O_CREAT | O_APPEND | (append ? O_RDWR : O_WRONLY | O_TRUNC));
+    log->fd = ft__io_create_fd(path, O_APPEND | (append ? O_RDWR : O_WRONLY | O_TRUNC));
     if (log->fd < 0) return errno;
     char last = '\n';
     if (append && lseek(log->fd, -1, SEEK_END) >= 0 && read(log->fd, &last, 1) < 0) return errno;
@@ -8729,7 +8743,7 @@ static ft_status ft__io_tb_create(ft_io_tb *log, size_t n, size_t room, double w
     for (int i = 0; i < 10000; i++) {
         snprintf(log->path + n, room - n, "/events.out.tfevents.%010lld.%s.%lld.%d",
                  (long long)wall_time, host.nodename, (long long)getpid(), i);
-        log->fd = ft__io_open_fd(log->path, O_CREAT | O_EXCL | O_APPEND | O_WRONLY);
+        log->fd = ft__io_create_fd(log->path, O_EXCL | O_APPEND | O_WRONLY);
         if (log->fd >= 0 || errno != EEXIST) break;
     }
     if (log->fd >= 0) return FT_OK;
@@ -9435,7 +9449,7 @@ static void ft__io_report_script(FILE *f)
 
 FT_API ft_status ft_io_report_write(const char *path, const ft_io_report *report)
 {
-    FILE *f = fopen(path, "w");
+    FILE *f = ft__io_create_stream(path);
     if (f == NULL)
         return ft_error(FT_ERR_IO, "%s: cannot open for writing: %s", path, strerror(errno));
     int64_t *kept = (int64_t *)FT_MALLOC((FT__IO_COLUMNS + 2) * sizeof *kept);

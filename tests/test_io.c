@@ -25,7 +25,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+/* What the opening of a file to be written is refused with; 0: it is not. */
+static int refused_opening;
+
 #include "temp_files.h"
+#define FT_IO_FAULT(call) (strcmp(call, "open") == 0 ? refused_opening : 0)
 #ifdef FT_TEST_LINKED /* make compiles the other headers once for many tests */
 #define FEMTOTRON_IO_IMPLEMENTATION
 #else
@@ -845,6 +849,44 @@ static void a_failed_write_leaves_the_old_file(void **state)
     assert_error(status, FT_ERR_IO, path, "File too large");
     assert_file_is(path, "kept");
     assert_int_equal(count_files(0), 1);
+}
+
+/* Each kind of file that is written here, of `path`. */
+static ft_status write_kind(int kind, const char *path)
+{
+    ft_io_hf_config config = ft_io_hf_config_default();
+    ft_io_json *json = NULL;
+    ft_io_log *log = NULL;
+    ft_io_tb *tb = NULL;
+    ft_io_report report;
+    memset(&report, 0, sizeof report);
+    config.hidden = config.layers = config.heads = config.kv_heads = config.head_dim = 2;
+    config.intermediate = config.vocab = 2;
+    snprintf(config.model_type, sizeof config.model_type, "llama");
+    switch (kind) {
+    case 0: return write_to(path);
+    case 1: return ft_io_hf_config_write(&config, path);
+    case 2: return ft_io_json_open(path, &json);
+    case 3: return ft_io_log_open(path, 0, &log);
+    case 4: return ft_io_log_open(path, 1, &log);
+    case 5: return ft_io_tb_open(temp_directory, 0, &tb);
+    case 6: return ft_io_report_write(path, &report);
+    default: return ft_io_trace_write(path, 0, NULL);
+    }
+}
+
+static void every_opening_of_a_file_to_write_can_be_refused(void **state)
+{
+    (void)state;
+    const char *path = in_directory("none");
+    for (int kind = 0; kind < 8; kind++) {
+        refused_opening = EDQUOT;
+        const ft_status status = write_kind(kind, path);
+        refused_opening = 0;
+        if (status == FT_OK) fail_msg("kind %d: opened", kind);
+        assert_error(status, FT_ERR_IO, kind == 5 ? temp_directory : path, strerror(EDQUOT));
+        assert_int_equal(count_files(0), 0);
+    }
 }
 
 static void temporary_files_of_the_dead_are_not_in_the_way(void **state)
@@ -2094,6 +2136,7 @@ int main(void)
         TEST(refuses_what_cannot_be_written),
         TEST(reports_places_that_cannot_be_written),
         TEST(a_failed_write_leaves_the_old_file),
+        TEST(every_opening_of_a_file_to_write_can_be_refused),
         TEST(temporary_files_of_the_dead_are_not_in_the_way),
         TEST(reads_golden_files),
 #ifdef FT_CJSON
