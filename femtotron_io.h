@@ -8408,17 +8408,19 @@ static ft_status ft__io_votes_create(ft_ctx *ctx, ft__io_votes *v)
     return v->word != NULL ? FT_OK : FT_ERR_OOM;
 }
 
-/* *worst: FT_OK, or the status and message of the first rank that has another; FT_ERR_ARG is told
-   before others. The same on all ranks. */
+/* *worst: FT_OK, or the status of the first rank that has another; FT_ERR_ARG is told before others.
+   The same on all ranks. A rank that fared so itself has its own message, without the number that
+   ft_launch puts before it; the others have the first one's, with its number. */
 static ft_status ft__io_vote(ft_ctx *ctx, ft__io_votes *v, ft_status status, ft_status *worst,
                              char message[512])
 {
     int32_t word[FT__IO_WORDS];
+    char own[512];
     int who = -1;
     memset(word, 0, sizeof word);
     word[0] = (int32_t)status;
-    if (status != FT_OK)
-        snprintf((char *)&word[1], FT__IO_WORD_TEXT * sizeof *word, "%.255s", ft_last_error());
+    snprintf(own, sizeof own, "%.511s", status != FT_OK ? ft_last_error() : "");
+    snprintf((char *)&word[1], FT__IO_WORD_TEXT * sizeof *word, "%.255s", own);
     FT_TRY(ft_upload(v->mine, word));
     FT_TRY(ft_all_gather(v->group, ft_stream_get(ctx, FT_STREAM_COMPUTE), v->mine, v->all));
     FT_TRY(ft_download(v->all, v->word));
@@ -8432,7 +8434,8 @@ static ft_status ft__io_vote(ft_ctx *ctx, ft__io_votes *v, ft_status status, ft_
     if (who < 0) return FT_OK;
     const int32_t *w = v->word + who * FT__IO_WORDS;
     *worst = (ft_status)w[0];
-    snprintf(message, 512, "%.255s (rank %d)", (const char *)&w[1], who);
+    if (status == *worst) memcpy(message, own, sizeof own);
+    else snprintf(message, 512, "%.255s (rank %d)", (const char *)&w[1], who);
     return FT_OK;
 }
 

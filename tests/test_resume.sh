@@ -26,6 +26,15 @@ refuse() {
     fi
 }
 
+# once ARGUMENTS...: refused, and the error names one rank, once.
+once() {
+    run "$@" && fail "names its rank once" "was not refused"
+    if [ "$(grep -o "rank [0-9]" "$dir/err" | wc -l)" -eq 1 ]; then
+        pass "names its rank once: $(cut -d: -f4- "$dir/err")"
+    else fail "names its rank once" "$(cat "$dir/err")"
+    fi
+}
+
 # shellcheck disable=SC2086
 {
     run $small --steps 1 --checkpoint-dir "$dir/probe"
@@ -146,6 +155,10 @@ wave="--steps 400 --lr-schedule cosine --warmup 5 --lr-floor 0.0001"
         --data "$dir/data.txt" --checkpoint-dir "$ck" --resume
     refuse "its optimizer is adamw" $small --optimizer sgd --steps 20 --checkpoint-dir "$ck" \
         --resume
+    for ranks in 1 4; do
+        once $small --optimizer sgd --steps 20 --checkpoint-dir "$ck" --resume --dp $ranks
+        once $small --steps 20 --resume "$dir/no-such" --dp $ranks
+    done
     refuse "had data of" $shape --layers 2 --data "$dir/data.txt" "$dir/data.txt" \
         --steps 20 --resume "$ck/step-00000012"
 }
