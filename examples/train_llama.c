@@ -1550,6 +1550,44 @@ static ft_status resume_data(trainer *t, const ft_io_manifest *m) {
     return ft_io_sampler_state_set(&t->sampler, &was, m->step);
 }
 
+/* By how its manifest begins. */
+static int is_checkpoint(const char *dir) {
+    static const char head[] = "{\"format\":\"femtotron checkpoint\"";
+    char path[1024], text[sizeof head];
+    FILE *file;
+    size_t n;
+    snprintf(path, sizeof path, "%s/manifest.json", dir);
+    file = fopen(path, "rb");
+    if (!file) return 0;
+    n = fread(text, 1, sizeof head - 1, file);
+    fclose(file);
+    return n == sizeof head - 1 && memcmp(text, head, n) == 0;
+}
+
+/* A directory of checkpoints where one of them is meant, or the reverse. */
+static ft_status check_checkpoint_paths(const settings *set) {
+    const char *dir = set->checkpoint_dir, *one = set->resume;
+    ft_io_entry *entries = NULL;
+    ft_status status = FT_OK;
+    int64_t n = 0;
+    if (dir && is_checkpoint(dir)) {
+        size_t end = strlen(dir), above;
+        while (end > 1 && dir[end - 1] == '/') end--;
+        for (above = end; above > 0 && dir[above - 1] != '/';) above--;
+        return ft_error(FT_ERR_ARG, "--checkpoint-dir %s is one checkpoint, not a directory of "
+                        "them: give --checkpoint-dir %.*s, and --resume %.*s to continue from it",
+                        dir, above > 0 ? (int)above : 1, above > 0 ? dir : ".", (int)end, dir);
+    }
+    if (!one || strcmp(one, "auto") == 0 || is_checkpoint(one)) return FT_OK;
+    FT_TRY(ft_io_checkpoint_list(one, &n, &entries));
+    if (n > 0)
+        status = ft_error(FT_ERR_ARG, "--resume %s is a directory of checkpoints, not one of them: "
+                          "give --checkpoint-dir %s --resume auto, or --resume %s%s%s", one, one,
+                          one, one[strlen(one) - 1] == '/' ? "" : "/", entries[0].name);
+    ft_io_checkpoint_list_free(entries);
+    return status;
+}
+
 static void say_changes(const trainer *t, const ft_io_manifest *m) {
     const settings *set = t->work->set;
     char now[40], old[40];
@@ -1616,6 +1654,7 @@ static ft_status checkpoint_close(trainer *t, ft_status status) {
 #else /* main() refuses the flags */
 enum { HAS_CHECKPOINTS = 0 };
 static ft_status checkpoint_look(trainer *t, int wait) { return (void)t, (void)wait, FT_OK; }
+static ft_status check_checkpoint_paths(const settings *set) { return (void)set, FT_OK; }
 static ft_status checkpoint_save(trainer *t, int64_t step) { return (void)t, (void)step, FT_OK; }
 static ft_status checkpoint_open(trainer *t) { return (void)t, FT_OK; }
 static ft_status checkpoint_close(trainer *t, ft_status status) { return (void)t, status; }
@@ -2380,6 +2419,7 @@ static ft_status open_inputs(program *p) {
                         (long long)set->micro_batch_size, (long long)set->micro_batches,
                         (long long)set->seq_len, INT32_MAX);
     FT_TRY(check_layout(p));
+    if (set->device != FT_META) FT_TRY(check_checkpoint_paths(set));
     FT_TRY(open_data(p, batch));
     FT_TRY(check_outputs(p));
     if (set->log_path && set->device != FT_META && ft_env_rank() <= 0)

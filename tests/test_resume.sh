@@ -155,6 +155,16 @@ wave="--steps 400 --lr-schedule cosine --warmup 5 --lr-floor 0.0001"
         --data "$dir/data.txt" --checkpoint-dir "$ck" --resume
     refuse "its optimizer is adamw" $small --optimizer sgd --steps 20 --checkpoint-dir "$ck" \
         --resume
+    refuse "give --checkpoint-dir $ck --resume auto, or --resume $ck/step-00000012$" $small \
+        --resume "$ck"
+    refuse "or --resume $ck/step-00000012$" $small --checkpoint-dir "$ck" --resume "$ck/"
+    refuse "give --checkpoint-dir $ck/, and --resume $ck/step-00000012 to continue" $small \
+        --resume --checkpoint-dir "$ck/step-00000012"
+    refuse "give --checkpoint-dir $ck/, and" $small --checkpoint-dir "$ck/step-00000012//"
+    if run $small --device meta --checkpoint-dir "$ck/step-00000012"; then
+        pass "a plan looks at no checkpoint"
+    else fail "a plan looks at no checkpoint" "refused"
+    fi
     for ranks in 1 4; do
         once $small --optimizer sgd --steps 20 --checkpoint-dir "$ck" --resume --dp $ranks
         once $small --steps 20 --resume "$dir/no-such" --dp $ranks
