@@ -55,9 +55,10 @@
      FT_XXHASH     adds, together with FT_CJSON, >>checkpoint, which hashes with xxHash (<xxhash.h>,
                    link -lxxhash). Default off. The file with the implementation then needs POSIX
                    (-std=c11 alone hides it where a system header comes first).
-     FT_IO_FAULT(call)   for tests: asked before a "write", "sync", "rename", "mkdir" or "open" with
-                   which a checkpoint is written; an errno that it gives is taken for the call's.
-                   Other files' are asked too, where they share the code. Default 0.
+     FT_IO_FAULT(call)   for tests: asked before a file is opened to be written, of whatever kind
+                   ("open"), and before a "write", "sync", "rename" or "mkdir" with which an export
+                   or a checkpoint is written (of other files too, where they share the code). An
+                   errno that it gives is taken for the call's. Default 0.
      femtotron_llama.h, included before this header (also in the file with the implementation), adds
                    >>hf llama, and to >>checkpoint those of a Llama.
 
@@ -68,6 +69,11 @@
                (SIGBUS).
      whole     What replaces a file (safetensors, config.json), an export or a checkpoint is written
                beside it, synced and renamed: under its name is the old one or the new one, whole.
+     left      What is written beside PATH is PATH.tmp-HOST-PID-N: 8 hexadecimal digits for the host
+               (and on Linux the PID namespace, so a container), the process, a number from 0. A
+               process that is killed leaves it. Who writes the same PATH next removes what has a
+               name of exactly this form, of this host, and a process that is not there any more.
+               Those of other hosts stay, and those whose PID another process has by now.
                Logs, traces and reports are written where they lie.
      model     A directory of Hugging Face: config.json, and the weights in safetensors files, under
                its names. A rank reads of these what it owns; no rank holds a whole model.
@@ -251,12 +257,13 @@ FT_API ft_status ft_io_safetensors_set_metadata(ft_io_safetensors_writer *writer
                                                 const char *value);
 /* Keys must differ. Both are UTF-8. */
 FT_API ft_status ft_io_safetensors_finish(ft_io_safetensors_writer *writer);
-/* Writes `path`: first a temporary file beside it, PATH.tmp-PID-N, which is synced to the disk and
-   then renamed over it. So path holds the old file or the new one, whole, whenever the process
-   dies. On an error the temporary file is removed and path is as before (only when syncing the
-   directory fails is the new file in place already). Frees the writer in any case. The header is
-   padded with blanks so that data starts at a multiple of 8. A symbolic link is replaced, not
-   followed. FT_ERR_ARG for names given twice; FT_ERR_IO for everything that the system refuses. */
+/* Writes `path`: first a temporary file beside it, PATH.tmp-HOST-PID-N, which is synced to the disk
+   and then renamed over it. So path holds the old file or the new one, whole, whenever the process
+   dies; what it leaves then, the next call for this path removes (see `left`). On an error the
+   temporary file is removed and path is as before (only when syncing the directory fails is the new
+   file in place already). Frees the writer in any case. The header is padded with blanks so that
+   data starts at a multiple of 8. A symbolic link is replaced, not followed. FT_ERR_ARG for names
+   given twice; FT_ERR_IO for everything that the system refuses. */
 FT_API void ft_io_safetensors_abandon(ft_io_safetensors_writer *writer);
 /* Frees it without writing. NULL is allowed. */
 
@@ -413,8 +420,10 @@ FT_API ft_status ft_io_llama_export(ft_ctx *ctx, ft_zero *zero, ft_llama *model,
    in model.safetensors or, where they need several files, in model-00001-of-0000N.safetensors with
    model.safetensors.index.json; femtotron_export.txt. A tied head is the embedding, once.
    A collective call between steps; rank 0 writes, and all return when it is done.
-   First DIRECTORY.tmp-PID-N beside it, synced, then renamed: a directory of that name is whole. A
-   replaced one is DIRECTORY.old-PID-N between two renames; a process that dies there leaves both.
+   First DIRECTORY.tmp-HOST-PID-N beside it, synced, then renamed: a directory of its own name is
+   whole. A replaced one is DIRECTORY.old-HOST-PID-N between two renames; a process that dies there
+   leaves both, and either may be given the name by hand. What dead processes left (see `left`) is
+   removed: what is not whole before the export is written, the rest when it has its name.
    Host memory: the largest tensor in fp32 and 2 MiB on rank 0, 1 MiB on others. Sent: by each rank
    what it stores (ft_llama_stored), to rank 0. While rank 0 syncs a file the others wait: timeout_s
    must be enough for max_shard_bytes on a slow disk. On meta: nothing. */
@@ -1013,10 +1022,12 @@ FT_API ft_status ft_io_report_write(const char *path, const ft_io_report *report
     !defined(FEMTOTRON_IO_IMPLEMENTED)
 #define FEMTOTRON_IO_IMPLEMENTED
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <math.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
@@ -1033,8 +1044,9 @@ FT_API ft_status ft_io_report_write(const char *path, const ft_io_report *report
 #endif
 
 #ifndef __cplusplus
-/* The one POSIX function used here that <unistd.h> hides under -std=c11; C++ compilers show it. */
+/* The POSIX functions used here that headers hide under -std=c11; C++ compilers show them. */
 int fsync(int fd);
+int kill(pid_t pid, int signal_number);
 #endif
 
 #ifndef FT_MALLOC
@@ -1294,6 +1306,21 @@ static int ft__io_open_fd(const char *path, int flags)
     return fd;
 }
 
+/* To write: every descriptor and every stream of a file that is written comes from these two. */
+static int ft__io_create_fd(const char *path, int flags)
+{
+    const int error = FT_IO_FAULT("open");
+    if (error != 0) errno = error;
+    return error != 0 ? -1 : ft__io_open_fd(path, flags | O_CREAT);
+}
+
+static FILE *ft__io_create_stream(const char *path)
+{
+    const int error = FT_IO_FAULT("open");
+    if (error != 0) errno = error;
+    return error != 0 ? NULL : fopen(path, "w");
+}
+
 /* Maps a whole file for reading. The descriptor is closed: the mapping lives without it. */
 static ft_status ft__io_map_open(const char *path, ft__io_map *map)
 {
@@ -1358,6 +1385,72 @@ static int ft__io_rename(const char *from, const char *to)
     const int error = FT_IO_FAULT("rename");
     if (error != 0) errno = error;
     return error != 0 ? -1 : rename(from, to);
+}
+
+/* Numbers of processes mean something on one host, in one PID namespace of it: FNV-1a of both. */
+static uint32_t ft__io_host(void)
+{
+    struct utsname host;
+    struct stat space;
+    uint32_t hash = 2166136261u;
+    memset(&host, 0, sizeof host);
+    (void)uname(&host);
+    for (const char *c = host.nodename; *c != 0; c++)
+        hash = (hash ^ (unsigned char)*c) * 16777619u;
+    const uint64_t inode = stat("/proc/self/ns/pid", &space) == 0 ? (uint64_t)space.st_ino : 0;
+    for (int k = 0; k < 8; k++) hash = (hash ^ (uint32_t)(inode >> 8 * k & 255)) * 16777619u;
+    return hash;
+}
+
+/* Bytes to add to a path for such a name: "." and `what`, of at most 3 letters, too. */
+enum { FT__IO_BESIDE_BYTES = 64 };
+
+/* PATH.WHAT-HOST-PID-N: what this process keeps beside PATH until it has its name. */
+static void ft__io_name_beside(const char *path, const char *what, int i, char *name, size_t room)
+{
+    snprintf(name, room, "%s.%s-%08x-%ld-%d", path, what, (unsigned)ft__io_host(), (long)getpid(),
+             i);
+}
+
+/* 1 if this name in a directory is what ft__io_name_beside gives, for a path that ends in `base`,
+   to a process of this host, and there is no such process. Any other spelling is not ours. */
+static int ft__io_is_of_dead(const char *name, const char *base, const char *what)
+{
+    char text[FT__IO_BESIDE_BYTES];
+    const size_t n = strlen(base);
+    if (strncmp(name, base, n) != 0) return 0;
+    const int head = snprintf(text, sizeof text, ".%s-%08x-", what, (unsigned)ft__io_host());
+    if (strncmp(name + n, text, (size_t)head) != 0) return 0;
+    const char *numbers = name + n + head;
+    char *end;
+    const long pid = strtol(numbers, &end, 10), i = *end == '-' ? strtol(end + 1, NULL, 10) : -1;
+    if (pid <= 0 || pid > INT_MAX || i < 0 || i > INT_MAX) return 0;
+    snprintf(text, sizeof text, "%ld-%ld", pid, i);
+    return strcmp(numbers, text) == 0 && kill((pid_t)pid, 0) != 0 && errno == ESRCH;
+}
+
+/* Hands to `take` what dead processes left beside `path`. Nothing here is an error: what cannot be
+   listed or removed stays, and is in nobody's way. A pass over the names of the directory. */
+static void ft__io_each_left(const char *path, const char *what, void (*take)(const char *, int),
+                             int user)
+{
+    const char *slash = strrchr(path, '/'), *base = slash != NULL ? slash + 1 : path;
+    const size_t n = (size_t)(base - path);
+    char *directory = ft__io_copy(path);
+    if (directory == NULL) return;
+    directory[n] = 0;
+    DIR *entries = opendir(n > 0 ? directory : ".");
+    for (struct dirent *e; entries != NULL && (e = readdir(entries)) != NULL;) {
+        if (!ft__io_is_of_dead(e->d_name, base, what)) continue;
+        const size_t room = n + strlen(e->d_name) + 1;
+        char *left = (char *)FT_MALLOC(room);
+        if (left == NULL) break;
+        snprintf(left, room, "%s%s", directory, e->d_name);
+        take(left, user);
+        FT_FREE(left);
+    }
+    if (entries != NULL) closedir(entries);
+    FT_FREE(directory);
 }
 
 static ft_status ft__io_refused(const char *path, const char *what)
@@ -1720,7 +1813,7 @@ FT_API ft_status ft_io_json_open(const char *path, ft_io_json **out)
     if (path == NULL || out == NULL)
         return ft_error(FT_ERR_ARG, "ft_io_json_open: path and out must not be NULL");
     *out = NULL;
-    FILE *file = fopen(path, "w");
+    FILE *file = ft__io_create_stream(path);
     if (file == NULL)
         return ft_error(FT_ERR_IO, "%s: cannot open for writing: %s", path, strerror(errno));
     const ft_status status = ft_io_json_create(file, path, out);
@@ -2571,18 +2664,18 @@ static ft_status ft__io_write_data(const ft_io_safetensors_writer *writer, int f
     return status;
 }
 
-/* Creates PATH.tmp-PID-N, with the first N that is free: a file left by a killed process is not in
-   the way, whatever its number. */
+/* Creates PATH.tmp-HOST-PID-N, with the first N that is free: a file that a killed process left is
+   not in the way, whatever its number. */
 static ft_status ft__io_open_temporary(const char *path, char **temporary, int *fd)
 {
-    const size_t room = strlen(path) + 48;
+    const size_t room = strlen(path) + FT__IO_BESIDE_BYTES;
     char *name = (char *)FT_MALLOC(room);
     if (name == NULL) return ft__io_oom(path, room);
     *fd = -1;
     errno = EEXIST;
     for (int i = 0; *fd < 0 && errno == EEXIST && i < 10000; i++) {
-        snprintf(name, room, "%s.tmp-%ld-%d", path, (long)getpid(), i);
-        *fd = ft__io_open_fd(name, O_WRONLY | O_CREAT | O_EXCL);
+        ft__io_name_beside(path, "tmp", i, name, room);
+        *fd = ft__io_create_fd(name, O_WRONLY | O_EXCL);
     }
     if (*fd < 0) {
         const ft_status status = ft_error(
@@ -2592,6 +2685,19 @@ static ft_status ft__io_open_temporary(const char *path, char **temporary, int *
     }
     *temporary = name;
     return FT_OK;
+}
+
+static void ft__io_remove_left_file(const char *left, int unused)
+{
+    (void)unused;
+    (void)unlink(left); /* of a directory: refused */
+}
+
+/* For the callers of the public functions. What is written inside a directory that is itself beside
+   its place goes with that one, and need not look. */
+static void ft__io_clean_beside(const char *path)
+{
+    ft__io_each_left(path, "tmp", ft__io_remove_left_file, 0);
 }
 
 /* Opens the directory of `path`, to be synced after the rename, which then lasts through a power
@@ -2645,7 +2751,7 @@ static ft_status ft__io_put_in_place(const char *path, const char *temporary, in
     return status;
 }
 
-/* Writes the temporary file and puts it in the place of `path`. */
+/* Writes the temporary file and puts it in the place of the writer's path. */
 static ft_status ft__io_replace(const ft_io_safetensors_writer *writer, int directory)
 {
     char *temporary = NULL;
@@ -2706,13 +2812,19 @@ static ft_status ft__io_json_to_file(ft_io_json *json, const char *path)
     return status;
 }
 
+static ft_status ft__io_finish(ft_io_safetensors_writer *writer)
+{
+    const ft_status status = ft__io_commit(writer);
+    ft_io_safetensors_abandon(writer);
+    return status;
+}
+
 FT_API ft_status ft_io_safetensors_finish(ft_io_safetensors_writer *writer)
 {
     if (writer == NULL)
         return ft_error(FT_ERR_ARG, "ft_io_safetensors_finish: writer must not be NULL");
-    const ft_status status = ft__io_commit(writer);
-    ft_io_safetensors_abandon(writer);
-    return status;
+    ft__io_clean_beside(writer->path);
+    return ft__io_finish(writer);
 }
 
 /* ----------------------------------------------------------------------------------- >>hf.impl */
@@ -2917,18 +3029,24 @@ static void ft__io_hf_put(ft_io_json *json, const ft_io_hf_config *c, int family
     ft_io_json_end_object(json);
 }
 
-FT_API ft_status ft_io_hf_config_write(const ft_io_hf_config *config, const char *path)
+static ft_status ft__io_hf_write(const ft_io_hf_config *config, const char *path)
 {
     ft_io_json json;
     int family;
-    if (config == NULL || path == NULL || path[0] == 0)
-        return ft_error(FT_ERR_ARG, "ft_io_hf_config_write: config must not be NULL and path must "
-                                    "be a file's name");
     FT_TRY(ft__io_hf_check(config, path, &family));
     memset(&json, 0, sizeof json);
     json.indent = 1;
     ft__io_hf_put(&json, config, family);
     return ft__io_json_to_file(&json, path);
+}
+
+FT_API ft_status ft_io_hf_config_write(const ft_io_hf_config *config, const char *path)
+{
+    if (config == NULL || path == NULL || path[0] == 0)
+        return ft_error(FT_ERR_ARG, "ft_io_hf_config_write: config must not be NULL and path must "
+                                    "be a file's name");
+    ft__io_clean_beside(path);
+    return ft__io_hf_write(config, path);
 }
 
 #ifdef FT_CJSON
@@ -3956,8 +4074,6 @@ FT_API const ft_io_tensor *ft_io_model_find(const ft_io_model *model, const char
 
 #ifdef FEMTOTRON_LLAMA_H
 
-#include <dirent.h>
-
 FT_API ft_status ft_io_llama_config(const ft_io_hf_config *config, const char *where,
                                     int64_t tokens, ft_llama_config *model)
 {
@@ -4236,14 +4352,14 @@ static ft_status ft__io_export_entries(const char *directory, DIR *entries, cons
 /* BARE + what, with the first N that is free; a directory, if `make`. To be freed. */
 static ft_status ft__io_out_beside(const char *bare, const char *what, int make, char **out)
 {
-    const size_t room = strlen(bare) + 64;
+    const size_t room = strlen(bare) + FT__IO_BESIDE_BYTES;
     char *name = (char *)FT_MALLOC(room);
     struct stat info;
     int done = 0;
     if (name == NULL) return ft__io_oom(bare, room);
     errno = EEXIST;
     for (int i = 0; !done && errno == EEXIST && i < 10000; i++) {
-        snprintf(name, room, "%s.%s-%ld-%d", bare, what, (long)getpid(), i);
+        ft__io_name_beside(bare, what, i, name, room);
         if (make) done = ft__io_mkdir(name) == 0;
         else if (!(done = stat(name, &info) != 0 && errno == ENOENT)) errno = EEXIST;
     }
@@ -4463,7 +4579,7 @@ static ft_status ft__io_out_file(ft__io_out *o, const char *name, int first, int
         status = ft_io_safetensors_add_fill(writer, p->name, o->dtype, p->ndim, p->shape,
                                             ft__io_out_fill, o);
     }
-    if (status == FT_OK) return ft_io_safetensors_finish(writer);
+    if (status == FT_OK) return ft__io_finish(writer);
     ft_io_safetensors_abandon(writer);
     return status;
 }
@@ -4564,7 +4680,7 @@ static ft_status ft__io_out_directory(ft__io_out *o, const ft_io_hf_config *conf
     FT_TRY(ft__io_out_note(o, ft__io_list_head));
     FT_TRY(ft__io_out_weights(o, (size_t)most));
     FT_TRY(ft__io_inside(o->temporary, "config.json", &path));
-    ft_status status = ft_io_hf_config_write(config, path);
+    ft_status status = ft__io_hf_write(config, path);
     FT_FREE(path);
     FT_TRY(status);
     FT_TRY(ft__io_out_note(o, "config.json"));
@@ -4591,6 +4707,19 @@ static void ft__io_out_remove(const char *directory, int listed)
     }
     if (entries != NULL) closedir(entries);
     if (rmdir(directory) != 0 && errno == ENOTDIR) unlink(directory); /* a link to one */
+    FT_FREE(list);
+}
+
+/* A dead process's directory. One that is whole, as its list shows, may be all that there is of an
+   export until another has the name: it goes only if `whole`. A link to a directory stays. */
+static void ft__io_out_remove_left(const char *left, int whole)
+{
+    struct stat info;
+    char *list;
+    if (lstat(left, &info) != 0 || !S_ISDIR(info.st_mode)) return;
+    if (ft__io_inside(left, ft__io_list_name, &list) != FT_OK) return;
+    const int listed = access(list, F_OK) == 0;
+    if (whole || !listed) ft__io_out_remove(left, listed);
     FT_FREE(list);
 }
 
@@ -4626,9 +4755,14 @@ static ft_status ft__io_out_write(ft__io_out *o, const char *directory,
     char *bare = NULL;
     FT_TRY(ft_io_export_check(directory));
     FT_TRY(ft__io_bare(directory, &bare));
+    ft__io_each_left(bare, "tmp", ft__io_out_remove_left, 0);
     ft_status status = ft__io_out_beside(bare, "tmp", 1, &o->temporary);
     if (status == FT_OK) status = ft__io_out_directory(o, config, options);
     if (status == FT_OK) status = ft__io_out_rename(o->temporary, bare);
+    if (status == FT_OK) {
+        ft__io_each_left(bare, "tmp", ft__io_out_remove_left, 1);
+        ft__io_each_left(bare, "old", ft__io_out_remove_left, 1);
+    }
     if (status != FT_OK && o->temporary != NULL) {
         char message[1024];
         snprintf(message, sizeof message, "%s", ft_last_error());
@@ -6293,7 +6427,6 @@ FT_API ft_status ft_io_eval_fill(const ft_io_eval *eval, int64_t index, int rank
 
 #if defined(FT_CJSON) && defined(FT_XXHASH)
 
-#include <dirent.h>
 #include <pthread.h>
 #include <sys/file.h>
 #include <time.h>
@@ -7297,9 +7430,7 @@ static double ft__io_now(void)
 /* A new file with these bytes, on the disk when this returns. */
 static ft_status ft__io_put_file(const char *path, const char *text, size_t n)
 {
-    const int fault = FT_IO_FAULT("open");
-    const int fd = fault != 0 ? -1 : ft__io_open_fd(path, O_WRONLY | O_CREAT | O_TRUNC);
-    if (fault != 0) errno = fault;
+    const int fd = ft__io_create_fd(path, O_WRONLY | O_TRUNC);
     if (fd < 0) return ft__io_refused(path, "create");
     int error = ft__io_write(fd, text, n, NULL);
     if (error == 0 && ft__io_fsync(fd) != 0) error = errno;
@@ -7415,7 +7546,7 @@ static ft_status ft__io_lock(ft_io_checkpoint *c)
 {
     char *path = ft__io_join(c->dir, "lock");
     if (path == NULL) return ft__io_oom(c->dir, strlen(c->dir) + 6);
-    c->lock = ft__io_open_fd(path, O_RDWR | O_CREAT);
+    c->lock = ft__io_create_fd(path, O_RDWR);
     ft_status status = c->lock < 0 ? ft__io_refused(path, "create") : FT_OK;
     if (status == FT_OK && flock(c->lock, LOCK_EX | LOCK_NB) != 0)
         status = errno == EWOULDBLOCK
@@ -7704,7 +7835,7 @@ static ft_status ft__io_write_tensors(const ft_io_checkpoint *c, const char *pat
         ft_io_safetensors_abandon(writer);
         return status;
     }
-    return ft_io_safetensors_finish(writer);
+    return ft__io_finish(writer);
 }
 
 /* rank-R.done: the hash of the entry, a line break, the entry. Renamed into place when it is on the
@@ -8277,17 +8408,19 @@ static ft_status ft__io_votes_create(ft_ctx *ctx, ft__io_votes *v)
     return v->word != NULL ? FT_OK : FT_ERR_OOM;
 }
 
-/* *worst: FT_OK, or the status and message of the first rank that has another; FT_ERR_ARG is told
-   before others. The same on all ranks. */
+/* *worst: FT_OK, or the status of the first rank that has another; FT_ERR_ARG is told before others.
+   The same on all ranks. A rank that fared so itself has its own message, without the number that
+   ft_launch puts before it; the others have the first one's, with its number. */
 static ft_status ft__io_vote(ft_ctx *ctx, ft__io_votes *v, ft_status status, ft_status *worst,
                              char message[512])
 {
     int32_t word[FT__IO_WORDS];
+    char own[512];
     int who = -1;
     memset(word, 0, sizeof word);
     word[0] = (int32_t)status;
-    if (status != FT_OK)
-        snprintf((char *)&word[1], FT__IO_WORD_TEXT * sizeof *word, "%.255s", ft_last_error());
+    snprintf(own, sizeof own, "%.511s", status != FT_OK ? ft_last_error() : "");
+    snprintf((char *)&word[1], FT__IO_WORD_TEXT * sizeof *word, "%.255s", own);
     FT_TRY(ft_upload(v->mine, word));
     FT_TRY(ft_all_gather(v->group, ft_stream_get(ctx, FT_STREAM_COMPUTE), v->mine, v->all));
     FT_TRY(ft_download(v->all, v->word));
@@ -8301,7 +8434,8 @@ static ft_status ft__io_vote(ft_ctx *ctx, ft__io_votes *v, ft_status status, ft_
     if (who < 0) return FT_OK;
     const int32_t *w = v->word + who * FT__IO_WORDS;
     *worst = (ft_status)w[0];
-    snprintf(message, 512, "%.255s (rank %d)", (const char *)&w[1], who);
+    if (status == *worst) memcpy(message, own, sizeof own);
+    else snprintf(message, 512, "%.255s (rank %d)", (const char *)&w[1], who);
     return FT_OK;
 }
 
@@ -8416,7 +8550,7 @@ struct ft_io_log {
 static int ft__io_log_file(const char *path, int append, ft_io_log *log)
 {
     /* Reading is needed to see how the file ends. */
-    log->fd = ft__io_open_fd(path, O_CREAT | O_APPEND | (append ? O_RDWR : O_WRONLY | O_TRUNC));
+    log->fd = ft__io_create_fd(path, O_APPEND | (append ? O_RDWR : O_WRONLY | O_TRUNC));
     if (log->fd < 0) return errno;
     char last = '\n';
     if (append && lseek(log->fd, -1, SEEK_END) >= 0 && read(log->fd, &last, 1) < 0) return errno;
@@ -8729,7 +8863,7 @@ static ft_status ft__io_tb_create(ft_io_tb *log, size_t n, size_t room, double w
     for (int i = 0; i < 10000; i++) {
         snprintf(log->path + n, room - n, "/events.out.tfevents.%010lld.%s.%lld.%d",
                  (long long)wall_time, host.nodename, (long long)getpid(), i);
-        log->fd = ft__io_open_fd(log->path, O_CREAT | O_EXCL | O_APPEND | O_WRONLY);
+        log->fd = ft__io_create_fd(log->path, O_EXCL | O_APPEND | O_WRONLY);
         if (log->fd >= 0 || errno != EEXIST) break;
     }
     if (log->fd >= 0) return FT_OK;
@@ -9435,7 +9569,7 @@ static void ft__io_report_script(FILE *f)
 
 FT_API ft_status ft_io_report_write(const char *path, const ft_io_report *report)
 {
-    FILE *f = fopen(path, "w");
+    FILE *f = ft__io_create_stream(path);
     if (f == NULL)
         return ft_error(FT_ERR_IO, "%s: cannot open for writing: %s", path, strerror(errno));
     int64_t *kept = (int64_t *)FT_MALLOC((FT__IO_COLUMNS + 2) * sizeof *kept);

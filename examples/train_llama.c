@@ -321,6 +321,12 @@ static int64_t *int_field(settings *set, size_t offset) {
     return (int64_t *)(void *)((char *)set + offset);
 }
 
+static const option *option_at(size_t offset) {
+    int i;
+    for (i = 0; options[i].offset != offset;) i++;
+    return &options[i];
+}
+
 /* One line on standard error; returns 0, so that parsers can `return bad(...)`. */
 static int bad(const char *format, ...) {
     va_list list;
@@ -666,20 +672,29 @@ static void print_json_text(const char *text, size_t n) {
 }
 
 /* The fewest digits that are read as the same number. */
+static const char *real_text(double value, char text[40]) {
+    int digits = 6;
+    do snprintf(text, 40, "%.*g", digits, value);
+    while (strtod(text, NULL) != value && ++digits < 18);
+    return text;
+}
+
 static void print_real(double value) {
     char text[40];
-    int digits = 6;
-    do snprintf(text, sizeof text, "%.*g", digits, value);
-    while (strtod(text, NULL) != value && ++digits < 18);
-    fputs(text, stdout);
+    fputs(real_text(value, text), stdout);
 }
 
 static void print_whole(int64_t value) {
     printf(value >= EXACT_INT ? "\"%lld\"" : "%lld", (long long)value);
 }
 
-static void print_word(const char *words, int64_t index) {
+static const char *word_at(const char *words, int64_t index) { /* ends at the next | or NUL */
     while (index-- > 0) words += strcspn(words, "|") + 1;
+    return words;
+}
+
+static void print_word(const char *words, int64_t index) {
+    words = word_at(words, index);
     print_json_text(words, strcspn(words, "|"));
 }
 
@@ -832,8 +847,7 @@ static int find_config(const settings *set, ft_io_hf_config *config) {
 /* A size of the model, where no flag gives it; with weights to start from a flag must agree. */
 static int take_size(settings *set, const int *given, size_t offset, int64_t value) {
     int64_t *size = int_field(set, offset);
-    int i;
-    for (i = 0; options[i].offset != offset;) i++;
+    int i = (int)(option_at(offset) - options);
     if (given[i] && *size != value && set->init_from)
         return bad("%s %lld contradicts %s, which has %lld", options[i].name, (long long)*size,
                    set->init_from, (long long)value);
@@ -1422,6 +1436,44 @@ static ft_status checkpoint_look(trainer *t, int wait) {
     return FT_OK;
 }
 
+/* Settings that change what is learned, by their keys in a checkpoint. A run that is continued may
+   change them, and says so; what it may not change (model, optimizer, data, --seq-len, --seed) is
+   refused. Keys that an older checkpoint lacks are nothing to compare with. */
+static const struct { const char *key; size_t offset; } learned_by[] = {
+    {"train.lr", AT(lr)}, {"train.lr_schedule", AT(lr_schedule)}, {"train.lr_floor", AT(lr_floor)},
+    {"train.lr_decay", AT(lr_decay)}, {"train.warmup", AT(warmup)}, {"train.steps", AT(steps)},
+    {"train.weight_decay", AT(weight_decay)}, {"train.grad_clip", AT(grad_clip)},
+    {"train.doc_mask", AT(doc_mask)}, {"optimizer.beta1", AT(beta1)},
+    {"optimizer.beta2", AT(beta2)}, {"optimizer.eps", AT(eps)},
+    {"optimizer.momentum", AT(momentum)}, {"zero.dtype", AT(dtype)},
+    {"zero.accumulate_dtype", AT(accumulate_dtype)}, {"zero.reduce_dtype", AT(reduce_dtype)}
+};
+
+/* As it is stored. */
+static const char *setting_text(const settings *set, size_t offset, char text[40]) {
+    const option *opt = option_at(offset);
+    const void *field = (const char *)set + offset;
+    if (opt->kind == TAKES_REAL) {
+        snprintf(text, 40, "%.17g", *(const double *)field);
+    } else if (opt->kind == TAKES_WORD) {
+        const char *word = word_at(opt->value, *(const int64_t *)field);
+        snprintf(text, 40, "%.*s", (int)strcspn(word, "|"), word);
+    } else {
+        snprintf(text, 40, "%lld", (long long)*(const int64_t *)field);
+    }
+    return text;
+}
+
+/* Whether this run makes use of it. */
+static int is_in_use(const settings *set, size_t offset) {
+    if (offset == AT(steps) || offset == AT(lr_floor))
+        return set->lr_schedule != FT_LR_CONSTANT;
+    if (offset == AT(lr_decay)) return set->lr_schedule == FT_LR_WSD;
+    if (offset == AT(momentum)) return set->optimizer != 0;
+    if (offset == AT(beta1) || offset == AT(beta2) || offset == AT(eps)) return set->optimizer == 0;
+    return 1;
+}
+
 static ft_status checkpoint_settings(trainer *t, int64_t step) {
     const settings *set = t->work->set;
     ft_io_checkpoint *c = t->checkpoint;
@@ -1429,17 +1481,11 @@ static ft_status checkpoint_settings(trainer *t, int64_t step) {
         {"mesh.dp", set->dp}, {"mesh.tp", set->tp}, {"mesh.pp", set->pp},
         {"mesh.virtual_stages", set->virtual_stages},
         {"mesh.sequence_parallel", set->sequence_parallel}, {"zero.stage", set->zero_stage},
-        {"zero.shard_ranks", set->shard_ranks}, {"train.steps", set->steps},
-        {"train.warmup", set->warmup}, {"sampler.global_batch", t->sampler.global_batch},
-        {"random.seed", set->seed}
-    };
-    const struct { const char *key; double value; } real[] = {
-        {"train.lr", set->lr}, {"train.lr_floor", set->lr_floor},
-        {"train.weight_decay", set->weight_decay}, {"train.grad_clip", set->grad_clip},
-        {"optimizer.beta1", set->beta1}, {"optimizer.beta2", set->beta2},
-        {"optimizer.eps", set->eps}, {"optimizer.momentum", set->momentum}
+        {"zero.shard_ranks", set->shard_ranks},
+        {"sampler.global_batch", t->sampler.global_batch}, {"random.seed", set->seed}
     };
     ft_io_sampler_state data;
+    char text[40];
     size_t i;
     memset(&data, 0, sizeof data); /* a plan has no data */
     if (t->work->sampler) FT_TRY(ft_io_sampler_state_get(&t->sampler, step, &data));
@@ -1453,9 +1499,10 @@ static ft_status checkpoint_settings(trainer *t, int64_t step) {
                                 (unsigned long long)data.label_hash));
     for (i = 0; i < sizeof whole / sizeof whole[0]; i++)
         FT_TRY(ft_io_checkpoint_set(c, whole[i].key, "%lld", (long long)whole[i].value));
-    for (i = 0; i < sizeof real / sizeof real[0]; i++)
-        FT_TRY(ft_io_checkpoint_set(c, real[i].key, "%.17g", real[i].value));
-    return ft_io_checkpoint_set(c, "zero.dtype", "%s", ft_dtype_name((ft_dtype)set->dtype));
+    for (i = 0; i < sizeof learned_by / sizeof learned_by[0]; i++)
+        FT_TRY(ft_io_checkpoint_set(c, learned_by[i].key, "%s",
+                                    setting_text(set, learned_by[i].offset, text)));
+    return FT_OK;
 }
 
 /* After `step` steps. Copies this rank's state; a thread writes it. */
@@ -1503,6 +1550,68 @@ static ft_status resume_data(trainer *t, const ft_io_manifest *m) {
     return ft_io_sampler_state_set(&t->sampler, &was, m->step);
 }
 
+/* By how its manifest begins. */
+static int is_checkpoint(const char *dir) {
+    static const char head[] = "{\"format\":\"femtotron checkpoint\"";
+    char path[1024], text[sizeof head];
+    FILE *file;
+    size_t n;
+    snprintf(path, sizeof path, "%s/manifest.json", dir);
+    file = fopen(path, "rb");
+    if (!file) return 0;
+    n = fread(text, 1, sizeof head - 1, file);
+    fclose(file);
+    return n == sizeof head - 1 && memcmp(text, head, n) == 0;
+}
+
+/* A directory of checkpoints where one of them is meant, or the reverse. */
+static ft_status check_checkpoint_paths(const settings *set) {
+    const char *dir = set->checkpoint_dir, *one = set->resume;
+    ft_io_entry *entries = NULL;
+    ft_status status = FT_OK;
+    int64_t n = 0;
+    if (dir && is_checkpoint(dir)) {
+        size_t end = strlen(dir), above;
+        while (end > 1 && dir[end - 1] == '/') end--;
+        for (above = end; above > 0 && dir[above - 1] != '/';) above--;
+        return ft_error(FT_ERR_ARG, "--checkpoint-dir %s is one checkpoint, not a directory of "
+                        "them: give --checkpoint-dir %.*s, and --resume %.*s to continue from it",
+                        dir, above > 0 ? (int)above : 1, above > 0 ? dir : ".", (int)end, dir);
+    }
+    if (!one || strcmp(one, "auto") == 0 || is_checkpoint(one)) return FT_OK;
+    FT_TRY(ft_io_checkpoint_list(one, &n, &entries));
+    if (n > 0)
+        status = ft_error(FT_ERR_ARG, "--resume %s is a directory of checkpoints, not one of them: "
+                          "give --checkpoint-dir %s --resume auto, or --resume %s%s%s", one, one,
+                          one, one[strlen(one) - 1] == '/' ? "" : "/", entries[0].name);
+    ft_io_checkpoint_list_free(entries);
+    return status;
+}
+
+static void say_changes(const trainer *t, const ft_io_manifest *m) {
+    const settings *set = t->work->set;
+    char now[40], old[40];
+    int64_t batch = 0;
+    size_t i;
+    for (i = 0; i < sizeof learned_by / sizeof learned_by[0]; i++) {
+        const option *opt = option_at(learned_by[i].offset);
+        const char *was = ft_io_manifest_text(m, learned_by[i].key);
+        setting_text(set, opt->offset, now);
+        if (!was || !is_in_use(set, opt->offset) || strcmp(was, now) == 0) continue;
+        snprintf(old, sizeof old, "%.39s", was);
+        if (opt->kind == TAKES_REAL) {
+            real_text(strtod(was, NULL), old);
+            real_text(strtod(now, NULL), now);
+        }
+        printf("resume: %s %s -> %s\n", opt->name, old, now);
+    }
+    if (ft_io_manifest_text(m, "sampler.global_batch") &&
+        ft_io_manifest_int(m, "sampler.global_batch", &batch) == FT_OK &&
+        batch != t->sampler.global_batch)
+        printf("resume: global batch %lld -> %lld sequences\n", (long long)batch,
+               (long long)t->sampler.global_batch);
+}
+
 static ft_status checkpoint_resume(trainer *t) {
     const settings *set = t->work->set;
     ft_io_resume from = ft_io_resume_default();
@@ -1520,6 +1629,7 @@ static ft_status checkpoint_resume(trainer *t) {
                       (int)(strrchr(m->where, '/') - m->where), m->where, (long long)m->step,
                       (long long)set->steps, thousands(t->first_samples, text));
         else printf("no checkpoint in %s: training begins at step 0\n", set->checkpoint_dir);
+        if (m) say_changes(t, m);
         fflush(stdout);
     }
     ft_io_manifest_free(m);
@@ -1544,6 +1654,7 @@ static ft_status checkpoint_close(trainer *t, ft_status status) {
 #else /* main() refuses the flags */
 enum { HAS_CHECKPOINTS = 0 };
 static ft_status checkpoint_look(trainer *t, int wait) { return (void)t, (void)wait, FT_OK; }
+static ft_status check_checkpoint_paths(const settings *set) { return (void)set, FT_OK; }
 static ft_status checkpoint_save(trainer *t, int64_t step) { return (void)t, (void)step, FT_OK; }
 static ft_status checkpoint_open(trainer *t) { return (void)t, FT_OK; }
 static ft_status checkpoint_close(trainer *t, ft_status status) { return (void)t, status; }
@@ -2308,6 +2419,7 @@ static ft_status open_inputs(program *p) {
                         (long long)set->micro_batch_size, (long long)set->micro_batches,
                         (long long)set->seq_len, INT32_MAX);
     FT_TRY(check_layout(p));
+    if (set->device != FT_META) FT_TRY(check_checkpoint_paths(set));
     FT_TRY(open_data(p, batch));
     FT_TRY(check_outputs(p));
     if (set->log_path && set->device != FT_META && ft_env_rank() <= 0)

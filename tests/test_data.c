@@ -33,6 +33,7 @@
 #include "femtotron_tp.h"
 #include "femtotron_llama.h"
 #include "femtotron_io.h"
+#include "assert_status.h"
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
@@ -69,21 +70,6 @@ static const char *write_shard(const char *name, int kind, int header, const int
     const char *path = write_file(name, file, bytes);
     free(file);
     return path;
-}
-
-static void assert_ok(ft_status status)
-{
-    if (status != FT_OK) fail_msg("%s", ft_last_error());
-}
-
-/* The status, and a message of one line that contains both strings. */
-static void assert_error(ft_status status, ft_status wanted, const char *where, const char *reason)
-{
-    const char *message = ft_last_error();
-    if (status != wanted) fail_msg("status %d instead of %d for %s", status, wanted, reason);
-    if (strstr(message, where) == NULL) fail_msg("\"%s\" does not name %s", message, where);
-    if (strstr(message, reason) == NULL) fail_msg("\"%s\" does not say %s", message, reason);
-    if (strchr(message, '\n') != NULL) fail_msg("\"%s\" is more than one line", message);
 }
 
 static ft_io_data *open_files(const char *const *paths, int n, int kind)

@@ -5,22 +5,9 @@
 #
 # usage: tests/test_examples.sh      from the project's root; CC=... another compiler, default cc
 # Last line: "N passed, N failed".
-set -u
+. "$(dirname "$0")/shell.sh"
 
-dir=$(mktemp -d "${TMPDIR:-/tmp}/ft_examples.XXXXXX") || exit 1
-trap 'rm -rf "$dir"' EXIT
-trap 'exit 1' HUP INT TERM
-limit=
-command -v timeout >/dev/null 2>&1 && limit="timeout -k 5 120"
 mkdir -p build
-
-passed=0 failed=0
-pass() { passed=$((passed + 1)); printf 'ok   %s\n' "$1"; }
-fail() { # NAME WHY [FILE]: the file's first lines say more
-    failed=$((failed + 1))
-    printf 'FAIL %s: %s\n' "$1" "$2"
-    if [ $# -gt 2 ]; then head -n 20 "$3"; fi
-}
 
 # The first comment's line "   WORD:  ...", and the output it shows: lines indented by 6 from the run
 # line to the lesson.
@@ -114,5 +101,4 @@ for pair in "04_mlp_zero1 05_mlp_zero2" "05_mlp_zero2 06_mlp_zero3"; do
     else fail "$pair" "more than the stage differs" "$dir/diff"; fi
 done
 
-echo "$passed passed, $failed failed"
-[ "$failed" = 0 ]
+finish

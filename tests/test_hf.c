@@ -21,16 +21,19 @@
 
 #include <errno.h>
 #include <math.h>
+#include <signal.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 
-/* The system call number `faults_at` of those that write fails; -1: none does. */
-static int faults_at = -1, fault_calls;
+/* The system call number `faults_at` of those that write fails, or kills; -1: none does. */
+static int faults_at = -1, fault_calls, fault_kills;
 
 static int disk_fault(const char *call)
 {
     (void)call;
-    return fault_calls++ == faults_at ? ENOSPC : 0;
+    if (fault_calls++ != faults_at) return 0;
+    if (fault_kills) raise(SIGKILL);
+    return ENOSPC;
 }
 
 #include "temp_files.h"
@@ -42,26 +45,10 @@ static int disk_fault(const char *call)
 #include "femtotron_pp.h"
 #include "femtotron_llama.h"
 #include "femtotron_io.h"
+#include "assert_status.h"
 #include "check.h"
 
 #ifdef FT_CJSON
-
-static void assert_ok(ft_status status)
-{
-    if (status != FT_OK) fail_msg("%s", ft_last_error());
-}
-
-/* The status, and a message of one line that contains both strings. */
-static void assert_error(ft_status status, ft_status wanted, const char *where, const char *reason)
-{
-    const char *message = ft_last_error();
-    if (status != wanted)
-        fail_msg("%s instead of %s for %s (%s)", ft_status_name(status), ft_status_name(wanted),
-                 reason, status ? message : "");
-    if (strstr(message, where) == NULL) fail_msg("\"%s\" does not name %s", message, where);
-    if (strstr(message, reason) == NULL) fail_msg("\"%s\" does not say %s", message, reason);
-    if (strchr(message, '\n') != NULL) fail_msg("\"%s\" is more than one line", message);
-}
 
 /* ------------------------------------------------------------------------ directories of models */
 
@@ -1347,6 +1334,78 @@ static void a_failed_export_leaves_the_old_one(void **state)
     ft_io_model_close(source);
 }
 
+/* In a process of its own, number *pid, which call number k kills; false if it ends before. */
+static int killed_export(run *r, int k, pid_t *pid)
+{
+    int ended;
+    fflush(stdout);
+    *pid = fork();
+    if (*pid == 0) {
+        faults_at = k;
+        fault_kills = 1;
+        fault_calls = 0;
+        _exit(run_launch(r) == FT_OK ? 0 : 1);
+    }
+    assert_int_equal(waitpid(*pid, &ended, 0), *pid);
+    assert_true(WIFSIGNALED(ended) || (WIFEXITED(ended) && WEXITSTATUS(ended) == 0));
+    return WIFSIGNALED(ended) != 0;
+}
+
+/* An export that dies at any call: the next one to the same place leaves itself alone. Between the
+   two renames nothing has the name: then what is whole stays until the next one has it. */
+static void exports_remove_what_killed_ones_left(void **state)
+{
+    (void)state;
+    ft_io_model *source = open_model(write_model("source", &families[0], FT_IO_F32));
+    run r = run_default(source);
+    int k, left = 0, nameless = 0;
+    char name[64], target[320];
+    pid_t pid = 0;
+    snprintf(target, sizeof target, "%s", in_directory("out"));
+    r.target = target;
+    r.options.max_shard_bytes = 60000;
+    assert_ok(run_launch(&r));
+    const int files = count_in(r.target);
+    for (k = 0; k < 400 && killed_export(&r, k, &pid); k++) {
+        const int there = count_in(temp_directory);
+        left += there > 2;
+        if (!is_there(temp_directory, "out")) {
+            nameless++;
+            assert_int_equal(there, 3); /* the source, the old one, the new one */
+            faults_at = 8;
+            fault_calls = 0;
+            assert_error(run_launch(&r), FT_ERR_IO, "out", "No space left");
+            faults_at = -1;
+            assert_int_equal(count_in(temp_directory), 3);
+        }
+        assert_ok(run_launch(&r));
+        assert_int_equal(count_in(temp_directory), 2);
+        assert_int_equal(count_in(r.target), files);
+    }
+    assert_in_range(k, 20, 390);
+    assert_in_range(left, 20, k);
+    assert_true(nameless > 0);
+    /* A process that lives keeps its own; another host's, and a link, stay; and so does a file that
+       somebody has put into what an export left. */
+    snprintf(name, sizeof name, "out.tmp-%08x-%d-0", (unsigned)ft__io_host(), (int)getppid());
+    put_text(make_dir(name), "model.safetensors", "x");
+    snprintf(name, sizeof name, "out.tmp-%08x-%d-0", (unsigned)ft__io_host() ^ 1u, (int)pid);
+    put_text(make_dir(name), "model.safetensors", "x");
+    snprintf(name, sizeof name, "out.tmp-%08x-%d-0", (unsigned)ft__io_host(), (int)pid);
+    assert_int_equal(symlink("source", in_directory(name)), 0);
+    snprintf(name, sizeof name, "out.old-%08x-%d-0", (unsigned)ft__io_host(), (int)pid);
+    put_text(make_dir(name), "notes.txt", "mine");
+    put_text(in_directory(name), "femtotron_export.txt",
+             "The files of an export, which another one may replace:\nmodel.safetensors\n");
+    put_text(in_directory(name), "model.safetensors", "x");
+    assert_ok(run_launch(&r));
+    assert_int_equal(count_in(temp_directory), 6);
+    assert_true(is_there(in_directory(name), "notes.txt"));
+    assert_false(is_there(in_directory(name), "model.safetensors"));
+    assert_true(is_there(in_directory("source"), "config.json"));
+    ft_io_model_close(source);
+}
+
 static void wrong_exports_are_refused(void **state)
 {
     (void)state;
@@ -1519,6 +1578,7 @@ int main(void)
         TEST(configs_that_nobody_reads_are_not_written),
         TEST(exports_replace_their_own_files_alone),
         TEST(a_failed_export_leaves_the_old_one),
+        TEST(exports_remove_what_killed_ones_left),
         TEST(wrong_exports_are_refused),
         TEST(runs_out_of_memory_in_good_order),
     };

@@ -23,9 +23,14 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+/* What the opening of a file to be written is refused with; 0: it is not. */
+static int refused_opening;
+
 #include "temp_files.h"
+#define FT_IO_FAULT(call) (strcmp(call, "open") == 0 ? refused_opening : 0)
 #ifdef FT_TEST_LINKED /* make compiles the other headers once for many tests */
 #define FEMTOTRON_IO_IMPLEMENTATION
 #else
@@ -33,6 +38,7 @@
 #endif
 #include "femtotron.h"
 #include "femtotron_io.h"
+#include "assert_status.h"
 
 /* ------------------------------------------------------------------------------------- helpers */
 
@@ -59,21 +65,6 @@ static void assert_file_is(const char *path, const char *text)
     assert_string_equal(bytes, text);
     assert_int_equal(n, strlen(text));
     free(bytes);
-}
-
-static void assert_ok(ft_status status)
-{
-    if (status != FT_OK) fail_msg("%s", ft_last_error());
-}
-
-/* The status, and a message of one line that contains both strings. */
-static void assert_error(ft_status status, ft_status wanted, const char *where, const char *reason)
-{
-    const char *message = ft_last_error();
-    if (status != wanted) fail_msg("status %d instead of %d for %s", status, wanted, reason);
-    if (strstr(message, where) == NULL) fail_msg("\"%s\" does not name %s", message, where);
-    if (strstr(message, reason) == NULL) fail_msg("\"%s\" does not say %s", message, reason);
-    if (strchr(message, '\n') != NULL) fail_msg("\"%s\" is more than one line", message);
 }
 
 /* A safetensors file: 8 bytes of length, header, data_bytes bytes 0, 1, 2, ... */
@@ -861,15 +852,145 @@ static void a_failed_write_leaves_the_old_file(void **state)
     assert_int_equal(count_files(0), 1);
 }
 
+/* Each kind of file that is written here, of `path`. */
+static ft_status write_kind(int kind, const char *path)
+{
+    ft_io_hf_config config = ft_io_hf_config_default();
+    ft_io_json *json = NULL;
+    ft_io_log *log = NULL;
+    ft_io_tb *tb = NULL;
+    ft_io_report report;
+    memset(&report, 0, sizeof report);
+    config.hidden = config.layers = config.heads = config.kv_heads = config.head_dim = 2;
+    config.intermediate = config.vocab = 2;
+    snprintf(config.model_type, sizeof config.model_type, "llama");
+    switch (kind) {
+    case 0: return write_to(path);
+    case 1: return ft_io_hf_config_write(&config, path);
+    case 2: return ft_io_json_open(path, &json);
+    case 3: return ft_io_log_open(path, 0, &log);
+    case 4: return ft_io_log_open(path, 1, &log);
+    case 5: return ft_io_tb_open(temp_directory, 0, &tb);
+    case 6: return ft_io_report_write(path, &report);
+    default: return ft_io_trace_write(path, 0, NULL);
+    }
+}
+
+static void every_opening_of_a_file_to_write_can_be_refused(void **state)
+{
+    (void)state;
+    const char *path = in_directory("none");
+    for (int kind = 0; kind < 8; kind++) {
+        refused_opening = EDQUOT;
+        const ft_status status = write_kind(kind, path);
+        refused_opening = 0;
+        if (status == FT_OK) fail_msg("kind %d: opened", kind);
+        assert_error(status, FT_ERR_IO, kind == 5 ? temp_directory : path, strerror(EDQUOT));
+        assert_int_equal(count_files(0), 0);
+    }
+}
+
 static void temporary_files_of_the_dead_are_not_in_the_way(void **state)
 {
     (void)state;
     char name[64];
-    snprintf(name, sizeof name, "x.safetensors.tmp-%ld-0", (long)getpid());
+    ft__io_name_beside("x.safetensors", "tmp", 0, name, sizeof name);
     const char *stale = write_file(name, "stale", 5);
     assert_ok(write_to(in_directory("x.safetensors")));
     assert_file_is(stale, "stale");
     assert_int_equal(count_files(0), 2);
+}
+
+/* Kills the process in the middle of its file, or lets it wait until it may go on. */
+typedef struct pausing { int kills, say, hear; } pausing;
+
+static ft_status pause_inside(void *user, const char *name, size_t offset, size_t bytes,
+                              void *buffer)
+{
+    const pausing *p = (const pausing *)user;
+    char byte = 0;
+    (void)name;
+    if (p->kills && offset > 0) raise(SIGKILL);
+    if (!p->kills && offset > 0 && (write(p->say, "x", 1) != 1 || read(p->hear, &byte, 1) != 1))
+        return ft_error(FT_ERR_IO, "no pipe");
+    memset(buffer, 'x', bytes);
+    return FT_OK;
+}
+
+/* In a process of its own; its number. */
+static pid_t write_in_child(const char *path, pausing *p)
+{
+    static const int64_t n[1] = {(1 << 20) + 1};
+    const pid_t child = fork();
+    if (child != 0) return child;
+    alarm(20); /* when the test has failed, nobody lets it go on */
+    ft_io_safetensors_writer *writer;
+    ft_status status = ft_io_safetensors_create(path, &writer);
+    if (status == FT_OK)
+        status = ft_io_safetensors_add_fill(writer, "x", FT_IO_U8, 1, n, pause_inside, p);
+    if (status == FT_OK) status = ft_io_safetensors_finish(writer);
+    _exit(status == FT_OK ? 0 : 1);
+}
+
+static void what_killed_processes_left_is_removed(void **state)
+{
+    (void)state;
+    int ended, to_child[2], to_us[2];
+    char byte, path[320];
+    pausing killed = {1, -1, -1}, lives = {0, -1, -1};
+    snprintf(path, sizeof path, "%s", in_directory("x.safetensors"));
+    const pid_t dead = write_in_child(path, &killed);
+    assert_int_equal(waitpid(dead, &ended, 0), dead);
+    assert_true(WIFSIGNALED(ended) && WTERMSIG(ended) == SIGKILL);
+    assert_int_equal(count_files(0), 1);
+    assert_int_equal(pipe(to_child), 0);
+    assert_int_equal(pipe(to_us), 0);
+    lives.say = to_us[1];
+    lives.hear = to_child[0];
+    const pid_t child = write_in_child(path, &lives);
+    assert_int_equal(read(to_us[0], &byte, 1), 1);
+    assert_int_equal(count_files(0), 1); /* its own: the dead one's is gone */
+
+    /* One that lives is in nobody's way, and keeps its file. Other targets are not touched, nor what
+       is spelled otherwise: another host, no number of a process, one too many. */
+    static const char *const kept[] = {
+        "y.safetensors.tmp-%08x-%d-0",    "x.safetensors.old-%08x-%d-0",
+        "x.safetensors.tmp-%08x-%d-0.gz", "x.safetensors.tmp-%08x-0%d-0",
+        "x.safetensors.tmp-%08x-%d--1",   "x.safetensors.tmp-%08x-%d",
+        "x.safetensors.tmp-%08x-%d-00",   "x.safetensors.tmp-%08x--%d-0",
+        "x.safetensors.tmp-f%08x-%d-0"};
+    enum { FORMS = sizeof kept / sizeof *kept, KEPT = FORMS + 2 };
+    char name[64];
+    for (int i = 0; i < FORMS; i++) {
+        snprintf(name, sizeof name, kept[i], (unsigned)ft__io_host(), (int)dead);
+        write_file(name, "kept", 4);
+    }
+    snprintf(name, sizeof name, kept[0], (unsigned)ft__io_host() ^ 1u, (int)dead);
+    name[0] = 'x'; /* another host's */
+    write_file(name, "kept", 4);
+    snprintf(name, sizeof name, "x.safetensors.tmp-%08x-%d-7", (unsigned)ft__io_host(), (int)dead);
+    assert_int_equal(mkdir(in_directory(name), 0777), 0); /* no file: not ours */
+    assert_ok(write_to(path));
+    assert_int_equal(count_files(0), KEPT + 2);
+    assert_int_equal(write(to_child[1], "x", 1), 1);
+    assert_int_equal(waitpid(child, &ended, 0), child);
+    assert_true(WIFEXITED(ended) && WEXITSTATUS(ended) == 0);
+    assert_int_equal(count_files(0), KEPT + 1);
+
+    /* Of the other file that is written so, and with a path that is only a name. */
+    char here[512];
+    snprintf(name, sizeof name, "config.json.tmp-%08x-%d-0", (unsigned)ft__io_host(), (int)dead);
+    write_file(name, "left", 4);
+    assert_non_null(getcwd(here, sizeof here));
+    assert_int_equal(chdir(temp_directory), 0);
+    const ft_status status = write_kind(1, "config.json");
+    assert_int_equal(chdir(here), 0);
+    assert_ok(status);
+    assert_int_equal(count_files(0), KEPT + 2);
+    for (int i = 0; i < 2; i++) {
+        close(to_child[i]);
+        close(to_us[i]);
+    }
 }
 
 /* --------------------------------------------------------------------------------- golden files */
@@ -2108,7 +2229,9 @@ int main(void)
         TEST(refuses_what_cannot_be_written),
         TEST(reports_places_that_cannot_be_written),
         TEST(a_failed_write_leaves_the_old_file),
+        TEST(every_opening_of_a_file_to_write_can_be_refused),
         TEST(temporary_files_of_the_dead_are_not_in_the_way),
+        TEST(what_killed_processes_left_is_removed),
         TEST(reads_golden_files),
 #ifdef FT_CJSON
         TEST(reads_configs_of_every_family),

@@ -22,25 +22,11 @@
 #define FEMTOTRON_IMPLEMENTATION
 #include "femtotron.h"
 #include "femtotron_io.h"
+#include "assert_status.h"
 
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
 /* ------------------------------------------------------------------------------------- helpers */
-
-static void assert_ok(ft_status status)
-{
-    if (status != FT_OK) fail_msg("%s", ft_last_error());
-}
-
-static void assert_error(ft_status status, ft_status wanted, const char *where, const char *reason)
-{
-    const char *message = ft_last_error();
-    if (status != wanted)
-        fail_msg("status %d instead of %d for %s (%s)", status, wanted, reason, message);
-    if (strstr(message, where) == NULL) fail_msg("\"%s\" does not name %s", message, where);
-    if (strstr(message, reason) == NULL) fail_msg("\"%s\" does not say %s", message, reason);
-    if (strchr(message, '\n') != NULL) fail_msg("\"%s\" is more than one line", message);
-}
 
 static ft_status open_rows(const char *const *paths, int n, int64_t T, int64_t eod,
                            ft_io_data **data)

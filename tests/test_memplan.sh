@@ -4,24 +4,9 @@
 #
 # usage: tests/test_memplan.sh      from the project's root; builds build/memplan, build/train_llama
 # Last line: "N passed, N failed".
-set -u
+. "$(dirname "$0")/shell.sh"
 
-dir=$(mktemp -d "${TMPDIR:-/tmp}/ft_memplan.XXXXXX") || exit 1
-trap 'rm -rf "$dir"' EXIT
-trap 'exit 1' HUP INT TERM
-passed=0 failed=0
-pass() { passed=$((passed + 1)); printf 'ok   %s\n' "$1"; }
-fail() { failed=$((failed + 1)); printf 'FAIL %s: %s\n' "$1" "$2"; }
-check() { # NAME WHY CONDITION...
-    name=$1 why=$2
-    shift 2
-    if "$@"; then pass "$name"; else fail "$name" "$why"; fi
-}
-if ! make --no-print-directory build/memplan build/train_llama >"$dir/make" 2>&1; then
-    cat "$dir/make"
-    echo "0 passed, 1 failed"
-    exit 1
-fi
+built build/memplan build/train_llama
 plan() { build/memplan "$@" >"$dir/out" 2>"$dir/err"; }
 
 # Lists of words, on purpose.
@@ -136,5 +121,4 @@ EOF
     check "--help names the models" "it does not" grep -q "qwen2.5-7b" "$dir/out"
 }
 
-echo "$passed passed, $failed failed"
-[ "$failed" = 0 ]
+finish

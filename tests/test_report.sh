@@ -4,24 +4,9 @@
 #
 # usage: tests/test_report.sh      from the project's root; builds build/train_llama
 # Last line: "N passed, N failed". Without a headless Chromium its checks are named and left out.
-set -u
+. "$(dirname "$0")/shell.sh"
 
-dir=$(mktemp -d "${TMPDIR:-/tmp}/ft_report.XXXXXX") || exit 1
-trap 'rm -rf "$dir"' EXIT
-trap 'exit 1' HUP INT TERM
-passed=0 failed=0
-pass() { passed=$((passed + 1)); printf 'ok   %s\n' "$1"; }
-fail() { failed=$((failed + 1)); printf 'FAIL %s: %s\n' "$1" "$2"; }
-check() { # NAME WHY CONDITION...
-    name=$1 why=$2
-    shift 2
-    if "$@"; then pass "$name"; else fail "$name" "$why"; fi
-}
-if ! make --no-print-directory build/train_llama >"$dir/make" 2>&1; then
-    cat "$dir/make"
-    echo "0 passed, 1 failed"
-    exit 1
-fi
+built build/train_llama
 browser=
 for tool in chromium chromium-browser google-chrome; do
     if command -v $tool >/dev/null 2>&1; then browser=$tool; break; fi
@@ -105,5 +90,4 @@ for flag in --report --trace; do
     check "$flag over another output is refused" "$(cat "$dir/out")" grep -q "same file" "$dir/out"
 done
 
-echo "$passed passed, $failed failed"
-[ "$failed" = 0 ]
+finish

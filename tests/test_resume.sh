@@ -4,34 +4,10 @@
 #
 # usage: tests/test_resume.sh       tests $FT_TRAINER, default build/train_llama
 # Last line: "N passed, N failed".
-set -u
+in_memory=1
+. "$(dirname "$0")/shell.sh"
 
-trainer=${FT_TRAINER:-build/train_llama}
-# Syncing costs nothing in memory, where there is such a file system.
-where=${TMPDIR:-/tmp}
-[ -d /dev/shm ] && [ -w /dev/shm ] && where=/dev/shm
-dir=$(mktemp -d "$where/ft_resume.XXXXXX") || exit 1
-trap 'rm -rf "$dir"' EXIT
-trap 'exit 1' HUP INT TERM
-limit=
-command -v timeout >/dev/null 2>&1 && limit="timeout -k 5 120"
-
-passed=0 failed=0
-pass() { passed=$((passed + 1)); printf 'ok   %s\n' "$1"; }
-fail() {
-    failed=$((failed + 1))
-    printf 'FAIL %s: %s\n' "$1" "$2"
-    head -n 5 "$dir/err" 2>/dev/null
-    tail -n 3 "$dir/out" 2>/dev/null
-}
-
-run() { $limit "$trainer" "$@" >"$dir/out" 2>"$dir/err"; }
-
-i=0
-while [ $i -lt 250 ]; do
-    echo "the number $i is followed by $((i + 1)), said the ant"
-    i=$((i + 1))
-done >"$dir/data.txt"
+counting 250 >"$dir/data.txt"
 shape="--hidden 32 --heads 4 --kv-heads 2 --seq-len 32 --micro-batch-size 2"
 small="$shape --layers 2 --data $dir/data.txt"
 ck="$dir/ck"
@@ -50,6 +26,15 @@ refuse() {
     fi
 }
 
+# once ARGUMENTS...: refused, and the error names one rank, once.
+once() {
+    run "$@" && fail "names its rank once" "was not refused"
+    if [ "$(grep -o "rank [0-9]" "$dir/err" | wc -l)" -eq 1 ]; then
+        pass "names its rank once: $(cut -d: -f4- "$dir/err")"
+    else fail "names its rank once" "$(cat "$dir/err")"
+    fi
+}
+
 # shellcheck disable=SC2086
 {
     run $small --steps 1 --checkpoint-dir "$dir/probe"
@@ -57,9 +42,7 @@ refuse() {
         refuse "built without checkpoints" $small --steps 1 --checkpoint-dir "$ck"
         refuse "lcjson" $small --steps 1 --resume "$ck"
         echo "skipped: this trainer has no checkpoints"
-        echo "$passed passed, $failed failed"
-        [ "$failed" = 0 ]
-        exit
+        finish
     fi
     refuse "--keep needs --checkpoint-dir" $small --keep 2
     refuse "--checkpoint-every needs --checkpoint-dir" $small --checkpoint-every 2
@@ -172,8 +155,90 @@ wave="--steps 400 --lr-schedule cosine --warmup 5 --lr-floor 0.0001"
         --data "$dir/data.txt" --checkpoint-dir "$ck" --resume
     refuse "its optimizer is adamw" $small --optimizer sgd --steps 20 --checkpoint-dir "$ck" \
         --resume
+    refuse "give --checkpoint-dir $ck --resume auto, or --resume $ck/step-00000012$" $small \
+        --resume "$ck"
+    refuse "or --resume $ck/step-00000012$" $small --checkpoint-dir "$ck" --resume "$ck/"
+    refuse "give --checkpoint-dir $ck/, and --resume $ck/step-00000012 to continue" $small \
+        --resume --checkpoint-dir "$ck/step-00000012"
+    refuse "give --checkpoint-dir $ck/, and" $small --checkpoint-dir "$ck/step-00000012//"
+    if run $small --device meta --checkpoint-dir "$ck/step-00000012"; then
+        pass "a plan looks at no checkpoint"
+    else fail "a plan looks at no checkpoint" "refused"
+    fi
+    for ranks in 1 4; do
+        once $small --optimizer sgd --steps 20 --checkpoint-dir "$ck" --resume --dp $ranks
+        once $small --steps 20 --resume "$dir/no-such" --dp $ranks
+    done
     refuse "had data of" $shape --layers 2 --data "$dir/data.txt" "$dir/data.txt" \
         --steps 20 --resume "$ck/step-00000012"
+}
+
+# ------------------------------------------------------------------------------ what has changed
+
+# changes LINES ARGUMENTS...: continues, and says this of what is learned otherwise; each line ends
+# with a ;
+changes() {
+    lines=$1
+    shift
+    name="says what has changed: $(echo "$*" | sed "s|$dir/||g")"
+    if ! run "$@" --seq-len 32 --hidden 32 --heads 4 --kv-heads 2 --layers 2 --data "$dir/data.txt"
+    then fail "$name" "refused"
+    elif [ "$(sed -n 's/^resume: //p' "$dir/out" | tr '\n' ';')" != "$lines" ]; then
+        fail "$name" "$(grep "^resume: " "$dir/out")"
+    else pass "$name"
+    fi
+}
+
+# shellcheck disable=SC2086
+{
+    rm -rf "$ck"
+    run $small --dp 2 --steps 2 --checkpoint-dir "$ck"
+    from="--micro-batch-size 2 --steps 3 --resume $ck/step-00000002"
+    changes "" $from --dp 2
+    changes "" $from --dp 2 --tp 2 --zero-stage 3 --sac full --momentum 0.5 --lr-decay 1
+    changes "" --micro-batch-size 1 --micro-batches 4 --steps 3 --resume "$ck/step-00000002"
+    changes "--lr 0.001 -> 0.0005;" $from --dp 2 --lr 0.0005
+    changes "--lr 0.001 -> 0.00100000001;" $from --dp 2 --lr 0.00100000001
+    changes "--warmup 0 -> 5;" $from --dp 2 --warmup 5
+    changes "--weight-decay 0.1 -> 0;--grad-clip 1 -> 2;" $from --dp 2 \
+        --weight-decay 0 --grad-clip 2
+    changes "--beta1 0.9 -> 0.8;--beta2 0.95 -> 0.9;--eps 1e-08 -> 1e-07;" $from --dp 2 \
+        --beta1 0.8 --beta2 0.9 --eps 1e-7
+    changes "--lr-schedule constant -> cosine;--lr-floor 0 -> 0.0001;--steps 2 -> 3;" $from --dp 2 \
+        --lr-schedule cosine --lr-floor 0.0001
+    changes "--lr-schedule constant -> wsd;--lr-decay 0 -> 2;--steps 2 -> 3;" $from --dp 2 \
+        --lr-schedule wsd --lr-decay 2
+    changes "--dtype fp32 -> bf16;--reduce-dtype same -> fp32;" $from --dp 2 --dtype bf16 \
+        --reduce-dtype fp32
+    changes "--accumulate-dtype same -> fp32;" $from --dp 2 --accumulate-dtype fp32
+    changes "global batch 4 -> 6 sequences;" $from --dp 3
+    changes "global batch 4 -> 8 sequences;" $from --dp 2 --micro-batches 2
+    refuse "other samples; give 32" $from --layers 2 --hidden 32 --heads 4 --kv-heads 2 \
+        --data "$dir/data.txt" --seq-len 16
+    refuse "documents end elsewhere" $shape --layers 2 --data "$dir/data.txt" --eod-token 10 \
+        --resume "$ck/step-00000002"
+    # A checkpoint of before --lr-schedule was stored. Its manifest ends with the hash of itself.
+    printf '%s\n' '#include <stdio.h>' '#include <xxhash.h>' 'static char text[1 << 22];' \
+        'int main(void) { size_t n = fread(text, 1, sizeof text, stdin);' \
+        '    printf("%s,\"xxh3\":\"%016llx\"}\n", text,' \
+        '           (unsigned long long)XXH3_64bits(text, n)); }' >"$dir/seal.c"
+    manifest="$ck/step-00000002/manifest.json"
+    if ${CC:-cc} "$dir/seal.c" -o "$dir/seal" -lxxhash 2>"$dir/err"; then
+        sed -e 's/"train\.\(lr_schedule\|doc_mask\)":"[a-z0-9]*",//g' \
+            -e 's/,"xxh3":"[0-9a-f]*"}$//' "$manifest" | tr -d '\n' >"$dir/text"
+        "$dir/seal" <"$dir/text" >"$manifest"
+        grep -q lr_schedule "$manifest" && fail "an older checkpoint" "has the key"
+        changes "--lr-floor 0 -> 0.0001;--steps 2 -> 3;" $from --dp 2 --lr-schedule cosine \
+            --lr-floor 0.0001
+    else echo "skipped: an older checkpoint, which needs a compiler"
+    fi
+    rm -rf "$ck"
+    run $small --dp 2 --steps 2 --eod-token 10 --doc-mask --checkpoint-dir "$ck"
+    changes "" $from --dp 2 --eod-token 10 --doc-mask
+    changes "--doc-mask 1 -> 0;" $from --dp 2 --eod-token 10
+    rm -rf "$ck"
+    run $small --optimizer sgd --steps 2 --checkpoint-dir "$ck"
+    changes "--momentum 0.9 -> 0.5;" $from --optimizer sgd --momentum 0.5 --beta1 0.5
 }
 
 # ---------------------------------------------------------------------------------- validation
@@ -328,5 +393,4 @@ stopped() {
     fi
 }
 
-echo "$passed passed, $failed failed"
-[ "$failed" = 0 ]
+finish

@@ -47,6 +47,7 @@ static ssize_t counted_write(int fd, const void *bytes, size_t n)
 #endif
 #include "femtotron.h"
 #include "femtotron_io.h"
+#include "assert_status.h"
 
 /* -------------------------------------------------------------------------------- the reader */
 
@@ -209,17 +210,6 @@ static const char *only_file(const char *directory)
     return path;
 }
 
-static void assert_ok(ft_status status)
-{
-    if (status != FT_OK) fail_msg("%s", ft_last_error());
-}
-
-static void assert_error(ft_status status, ft_status expected, const char *words)
-{
-    assert_int_equal(status, expected);
-    if (!strstr(ft_last_error(), words)) fail_msg("'%s' is not in: %s", words, ft_last_error());
-}
-
 /* ---------------------------------------------------------------------------------- the tests */
 
 static void crc_has_the_values_of_the_rfc(void **state)
@@ -368,17 +358,19 @@ static void bad_arguments_are_refused(void **state)
 {
     ft_io_tb *log = NULL;
     (void)state;
-    assert_error(ft_io_tb_open(NULL, 0, &log), FT_ERR_ARG, "directory");
-    assert_error(ft_io_tb_open("", 0, &log), FT_ERR_ARG, "directory");
-    assert_error(ft_io_tb_open(temp_directory, 0, NULL), FT_ERR_ARG, "out");
-    assert_error(ft_io_tb_open(temp_directory, -1, &log), FT_ERR_ARG, "wall_time is -1");
-    assert_error(ft_io_tb_open(temp_directory, NAN, &log), FT_ERR_ARG, "wall_time");
+    assert_error(ft_io_tb_open(NULL, 0, &log), FT_ERR_ARG, "ft_io_tb_open", "directory");
+    assert_error(ft_io_tb_open("", 0, &log), FT_ERR_ARG, "ft_io_tb_open", "directory");
+    assert_error(ft_io_tb_open(temp_directory, 0, NULL), FT_ERR_ARG, "ft_io_tb_open", "out");
+    assert_error(ft_io_tb_open(temp_directory, -1, &log), FT_ERR_ARG, "ft_io_tb_open",
+                 "wall_time is -1");
+    assert_error(ft_io_tb_open(temp_directory, NAN, &log), FT_ERR_ARG, "ft_io_tb_open",
+                 "wall_time");
     assert_int_equal(count_files(0), 0);
 
     assert_error(ft_io_tb_open(write_file("file", "x", 1), 0, &log), FT_ERR_IO,
-                 "/file: cannot make the directory");
+                 "/file: ", "cannot make the directory");
     assert_error(ft_io_tb_open(in_directory("file/below"), 0, &log), FT_ERR_IO,
-                 "/file/below: cannot make");
+                 "/file/below: ", "cannot make");
     assert_null(log);
 
     ft_io_tb_scalar(NULL, "loss", 0, 0, 0);
@@ -398,12 +390,11 @@ static void bad_tags_are_left_out(void **state)
         ft_io_tb_scalar(log, "before", i, 0, 0);
         ft_io_tb_scalar(log, bad[i], i, 0, 0);
         ft_io_tb_scalar(log, "after", i, 0, 0);
-        assert_error(ft_io_tb_flush(log), FT_ERR_ARG, "a tag must be UTF-8");
-        assert_non_null(strstr(ft_last_error(), temp_directory));
+        assert_error(ft_io_tb_flush(log), FT_ERR_ARG, temp_directory, "a tag must be UTF-8");
         assert_ok(ft_io_tb_flush(log));
     }
     ft_io_tb_scalar(log, "", 0, 0, 0);
-    assert_error(ft_io_tb_close(log), FT_ERR_ARG, "a tag must be UTF-8");
+    assert_error(ft_io_tb_close(log), FT_ERR_ARG, temp_directory, "a tag must be UTF-8");
     assert_int_equal(read_events(only_file(temp_directory), events, 20), 9);
     for (int i = 0; i < 8; i++)
         assert_string_equal(events[i + 1].tag, i % 2 ? "after" : "before");
@@ -423,8 +414,7 @@ static void a_full_disk_tears_no_record(void **state)
         ft_io_tb_scalar(log, "lr", 1, 0, 2);
         ft_io_tb_scalar(log, "loss", 2, 0, 3);
         write_limit = room;
-        assert_error(ft_io_tb_flush(log), FT_ERR_IO, strerror(ENOSPC));
-        assert_non_null(strstr(ft_last_error(), temp_directory));
+        assert_error(ft_io_tb_flush(log), FT_ERR_IO, temp_directory, strerror(ENOSPC));
         write_limit = -1;
         ft_io_tb_scalar(log, "lr", 2, 0, 4);
         assert_ok(ft_io_tb_close(log));
@@ -434,14 +424,15 @@ static void a_full_disk_tears_no_record(void **state)
     }
     ft_io_tb *log = NULL;
     write_limit = 0;
-    assert_error(ft_io_tb_open(temp_directory, 0, &log), FT_ERR_IO, strerror(ENOSPC));
+    assert_error(ft_io_tb_open(temp_directory, 0, &log), FT_ERR_IO, temp_directory,
+                 strerror(ENOSPC));
     assert_null(log);
     write_limit = -1;
     count_files(1);
     assert_ok(ft_io_tb_open(temp_directory, 0, &log));
     ft_io_tb_scalar(log, "loss", 1, 0, 1);
     write_limit = 0;
-    assert_error(ft_io_tb_close(log), FT_ERR_IO, strerror(ENOSPC));
+    assert_error(ft_io_tb_close(log), FT_ERR_IO, temp_directory, strerror(ENOSPC));
     write_limit = -1;
 }
 
@@ -456,14 +447,14 @@ static void no_memory_tears_no_record(void **state)
         allocations_left = n;
         ft_status status = ft_io_tb_open(temp_directory, 0, &log);
         if (status != FT_OK) {
-            assert_error(status, FT_ERR_OOM, "no memory");
+            assert_error(status, FT_ERR_OOM, temp_directory, "no memory");
             assert_null(log);
         } else {
             opened++;
             for (int i = 0; i < 30; i++) ft_io_tb_scalar(log, "a tag of some length", i, 0, i);
             int whole = allocations_left > 0;
             status = ft_io_tb_close(log);
-            if (status != FT_OK) assert_error(status, FT_ERR_OOM, "no memory");
+            if (status != FT_OK) assert_error(status, FT_ERR_OOM, temp_directory, "no memory");
             allocations_left = -1;
             int read = read_events(only_file(temp_directory), events, 40);
             assert_true(whole ? status == FT_OK && read == 31 : read <= 31);

@@ -7,36 +7,19 @@
 # Last line: "N passed, N failed". Without python3: skipped.
 set -u
 
-trainer=${FT_TRAINER:-build/train_llama}
 tool="$(cd "$(dirname "$0")/../tools" && pwd)/tokenize.py"
 if ! command -v python3 >/dev/null 2>&1; then
     echo "no python3 here: tools/tokenize.py is not tested"
     echo "[  SKIPPED ] 1 test(s)"
     exit 0
 fi
-dir=$(mktemp -d "${TMPDIR:-/tmp}/ft_tokenize.XXXXXX") || exit 1
-trap 'rm -rf "$dir"' EXIT
-trap 'exit 1' HUP INT TERM
-limit=
-command -v timeout >/dev/null 2>&1 && limit="timeout -k 5 120"
-
-passed=0 failed=0
-pass() { passed=$((passed + 1)); printf 'ok   %s\n' "$1"; }
-fail() {
-    failed=$((failed + 1))
-    printf 'FAIL %s: %s\n' "$1" "$2"
-    head -n 5 "$dir/err" 2>/dev/null
-}
+. "$(dirname "$0")/shell.sh"
 
 tokenize() { $limit python3 "$tool" "$@" >"$dir/out" 2>"$dir/err"; }
 
 # Three documents, so short that each step sees their ends; the last one is a line without an end.
 # Some bytes are not ASCII.
-i=0
-while [ $i -lt 4 ]; do
-    echo "the number $i is followed by $((i + 1)), said the ant"
-    i=$((i + 1))
-done >"$dir/a.txt"
+counting 4 >"$dir/a.txt"
 sed 's/ant/\xc3\xa9l\xc3\xa9phant/' "$dir/a.txt" >"$dir/b.txt"
 printf 'fin' >"$dir/c.txt"
 texts="$dir/a.txt $dir/b.txt $dir/c.txt"
@@ -275,5 +258,4 @@ END
     refuse "over the data in" "$trainer" --data "$dir/docs" --log "$dir/docs.idx"
 }
 
-echo "$passed passed, $failed failed"
-[ $failed = 0 ]
+finish

@@ -4,31 +4,9 @@
 #
 # usage: tests/test_trainer.sh      tests $FT_TRAINER, default build/train_llama
 # Last line: "N passed, N failed".
-set -u
+. "$(dirname "$0")/shell.sh"
 
-trainer=${FT_TRAINER:-build/train_llama}
-dir=$(mktemp -d "${TMPDIR:-/tmp}/ft_trainer.XXXXXX") || exit 1
-trap 'rm -rf "$dir"' EXIT
-trap 'exit 1' HUP INT TERM
-limit=
-command -v timeout >/dev/null 2>&1 && limit="timeout -k 5 120"
-
-passed=0 failed=0
-pass() { passed=$((passed + 1)); printf 'ok   %s\n' "$1"; }
-fail() {
-    failed=$((failed + 1))
-    printf 'FAIL %s: %s\n' "$1" "$2"
-    head -n 5 "$dir/err" 2>/dev/null
-}
-
-run() { $limit "$trainer" "$@" >"$dir/out" 2>"$dir/err"; }
-
-# Text that a small model can learn something of: 12 kB of counting in words.
-i=0
-while [ $i -lt 250 ]; do
-    echo "the number $i is followed by $((i + 1)), said the ant"
-    i=$((i + 1))
-done >"$dir/data.txt"
+counting 250 >"$dir/data.txt" # 12 kB
 : >"$dir/empty"
 printf 'short' >"$dir/short"
 printf 'abc\376def' >"$dir/high"
@@ -488,5 +466,4 @@ for dtype in fp32 bf16; do
     else fail "another seed, another hash" "'$hash'"; fi
 done
 
-echo "$passed passed, $failed failed"
-[ "$failed" = 0 ]
+finish
