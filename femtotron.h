@@ -1115,7 +1115,6 @@ enum { FT__READY = 0, FT__HALF, FT__DONE, FT__SIGNALS }; /* moments of a collect
 static ft_status ft__gpu_check(ft_config *config);
 static ft_status ft__nccl_begin(ft_ctx *ctx);
 static void ft__nccl_end(ft_ctx *ctx);
-static ft_status ft__nccl_heard(ft_ctx *ctx);
 static ft_status ft__nccl_id(void *id, size_t id_bytes);
 static ft_status ft__nccl_check(const ft_config *config, int own_rank);
 static ft_status ft__gpu_table_open(const ft_config *config, ft__gpu_table **out);
@@ -10290,6 +10289,8 @@ static ft_status ft__gpu_fault(const struct ft__gpu *g)
     return FT_OK;
 }
 
+static ft_status ft__nccl_heard(ft_ctx *ctx); /* what the peers say that they ask for */
+
 static ft_status ft__world_ok(const ft_ctx *ctx)
 {
     ft_status status = FT_OK;
@@ -11946,7 +11947,9 @@ static ft_status ft__nccl_check(const ft_config *c, int own_rank)
 
 static ft_status ft__nccl_begin(ft_ctx *ctx) { (void)ctx; return FT_OK; }
 static void ft__nccl_end(ft_ctx *ctx) { (void)ctx; }
+#ifdef FT_CUDA
 static ft_status ft__nccl_heard(ft_ctx *ctx) { (void)ctx; return FT_OK; }
+#endif
 
 static ft_status ft__nccl_group(ft_group *g, const int *ranks)
 {
