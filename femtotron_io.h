@@ -8068,12 +8068,35 @@ static ft_status ft__io_keep_last(const ft_io_checkpoint *c)
     return status;
 }
 
-/* The temporary directory of a save that failed; rank 0 alone, for the others may still write. */
+/* Whether a rank has said how its part ended. */
+static int ft__io_part_ended(const ft_io_checkpoint *c, int rank)
+{
+    static const char *const ways[2] = { "done", "failed" };
+    int ended = 0;
+    for (int i = 0; i < 2; i++) {
+        struct stat info;
+        char name[40];
+        snprintf(name, sizeof name, "rank-%05d.%s", rank, ways[i]);
+        char *path = ft__io_join(c->temporary, name);
+        ended = ended || (path != NULL && lstat(path, &info) == 0);
+        FT_FREE(path);
+    }
+    return ended;
+}
+
+/* The temporary directory of a save that failed; rank 0 alone. The others get a moment to end: who
+   finds no directory to write to would tell of that, not of what was wrong. */
 static void ft__io_drop_temporary(const ft_io_checkpoint *c)
 {
+    const double limit = ft__io_now() + (c->timeout_s < 5 ? c->timeout_s : 5);
+    const struct timespec pause = { 0, 1000000 };
     char message[1024];
     const char *slash = strrchr(c->temporary, '/');
     snprintf(message, sizeof message, "%s", ft_last_error());
+    for (int rank = 1; rank < c->world;)
+        if (ft__io_part_ended(c, rank)) rank++;
+        else if (ft__io_now() < limit) nanosleep(&pause, NULL);
+        else break;
     (void)ft__io_remove(c->dir, slash + 1); /* what stays, the next run removes */
     (void)ft_error(FT_ERR_IO, "%s", message);
 }
