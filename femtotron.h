@@ -541,9 +541,9 @@ FT_API ft_status ft_mesh_group(ft_ctx *ctx, const ft_mesh *mesh, ft_axis axis, c
    with the same sizes and dtypes: otherwise every member gets FT_ERR_COMM naming ranks and sizes. A
    collective is over on a stream only when the peers have read this rank's buffers. Sums add in
    rank order in fp32 and round once to the dtype. (Over NCCL sums are its own, which agree to the
-   bit for two ranks, and a disagreement is told where the stream is waited for, or by a watchdog
-   before that: at once where a size is new on the group, else within 256 calls or in
-   FT_ERR_TIMEOUT.) `sent` = bytes this rank puts
+   bit for two ranks, and a disagreement is told later, by a watchdog or where a stream is waited
+   for: of kinds and sizes that are new to the group's members, at once; of others at the group's
+   next 256th call, or in FT_ERR_TIMEOUT where NCCL hangs.) `sent` = bytes this rank puts
    on the wire, with N = bytes of the whole tensor; it is counted per group and kind. */
 FT_API ft_status ft_all_gather(ft_group *group, ft_stream *stream, const ft_tensor *shard,
                                ft_tensor *full);
@@ -570,7 +570,8 @@ typedef struct ft_p2p {
 
 FT_API ft_status ft_exchange(ft_group *group, ft_stream *stream, int n, const ft_p2p *ops);
 /* Sends and receives as one: none waits for another, so that no order of ops deadlocks. Between two
-   ranks messages match in order. A send counts as one call; sent: N, to oneself 0. */
+   ranks messages match in order. A send counts as one call; sent: N, to oneself 0. Over NCCL only
+   the receiver is told of another size, and only where that is new between the two. */
 
 FT_API ft_status ft_agree(ft_group *group, const char *what, uint64_t value);
 /* Host-side check: FT_ERR_COMM on every member, naming ranks and values, unless all pass the same
@@ -1698,7 +1699,9 @@ static ft_status ft__env_meeting(int world, int locals)
     const char *address = getenv("MASTER_ADDR"), *given = getenv("NCCL_COMM_ID");
     int port = 0;
     if (given) {
-        if (strlen(given) < sizeof met) memcpy(met, given, strlen(given) + 1);
+        if (strlen(given) >= sizeof met)
+            return ft_error(FT_ERR_ARG, "NCCL_COMM_ID is longer than %zu", sizeof met - 1);
+        memcpy(met, given, strlen(given) + 1);
         return FT_OK;
     }
     FT_TRY(ft__env_int("MASTER_PORT", 65534, &port));
@@ -11109,9 +11112,9 @@ static ft_status ft__gpu_await(ft_stream *s, void *signal)
 
    NCCL itself does not compare what its members ask for: calls of other sizes may hang, or end well
    and leave wrong numbers. So a call of a kind and size that is new on its group is announced, in a
-   gather of 32 bytes a member, and every 256th call is, with a hash of all calls so far; a message
-   is announced to its receiver the first time that it has its size. Nobody waits for that: the
-   watchdog compares, and so does whoever waits for a stream. */
+   gather of 32 bytes a member, and every 256th call is, with a hash of all calls before; a message
+   is announced to its receiver the first time that it has its size, by 32 bytes before it. No host
+   waits for that: the watchdog compares, and so does whoever waits for a stream. */
 
 #if defined(FT_NCCL) && !defined(FT_CUDA)
 #error "FT_NCCL needs FT_CUDA: nvcc -DFT_CUDA -DFT_NCCL ... -lcublasLt -lnccl"
@@ -11121,20 +11124,25 @@ static ft_status ft__gpu_await(ft_stream *s, void *signal)
 
 #include <nccl.h>
 
-enum { FT__NCCL_PERIOD = 256, FT__NCCL_MARKS = 32 };
+enum { FT__NCCL_PERIOD = 256, FT__NCCL_MARKS = 32, FT__NCCL_NOTICES = 8 };
 
-typedef struct ft__nccl_sign { /* what a member asks for, as it is sent */
-    uint64_t order;            /* hash of all its calls before; of a message 1 */
+typedef struct ft__nccl_sign { /* what a member asks for, as it is sent: 32 bytes */
+    uint64_t magic;            /* what lies elsewhere came from another call */
+    uint64_t order;            /* hash of all its calls before */
     int64_t elems;
-    int32_t kind, dtype, root, rank;
+    int32_t root;
+    int16_t kind, dtype;
 } ft__nccl_sign;
+
+#define FT__NCCL_MAGIC UINT64_C(0x66656d746f6e6363)
 
 typedef struct ft__nccl_notice ft__nccl_notice;
 struct ft__nccl_notice {
     ft__nccl_notice *next;
     cudaEvent_t come;          /* what others ask for is in `signs` */
     int n, room, busy;         /* pairs of signs: used, allocated; busy: not compared yet */
-    ft__nccl_sign *signs, *on_gpu; /* [2 room]: this rank's, then the others' */
+    ft__nccl_sign *signs, *on_gpu; /* [2 room]: what is expected, and what came */
+    int *peers;                /* [room] members that are to ask for the same; -1: none, a send */
 };
 
 typedef struct ft__nccl_mark { /* behind a call */
@@ -11148,7 +11156,8 @@ struct ft__nccl { /* of a group */
                                                  the newest call's, where that has none of these */
     int out, newest_out, stride, skipped; /* a mark stands behind every `stride`th call */
     char what[FT__TEXT_BYTES / 4]; /* of the call that is being queued */
-    ft__nccl_notice *notices;
+    ft__nccl_notice *notices;  /* made with the group: a step allocates nothing */
+    int busy;                  /* of them */
     uint64_t *seen, order;     /* seen: a hash table of kinds and sizes */
     size_t seen_room, n_seen;
     int64_t asked;
@@ -11309,6 +11318,8 @@ static void ft__nccl_abort(struct ft__nccl_rank *n)
     for (int i = 0; i < n->n_groups; i++) n->groups[i]->nccl->comm = NULL;
 }
 
+static int ft__nccl_sign_is(const ft__nccl_sign *sign) { return sign->magic == FT__NCCL_MAGIC; }
+
 static void ft__nccl_sign_text(char *text, const ft__nccl_sign *sign)
 {
     ft__post post;
@@ -11317,8 +11328,7 @@ static void ft__nccl_sign_text(char *text, const ft__nccl_sign *sign)
     post.dtype = (ft_dtype)sign->dtype;
     post.elems = sign->elems;
     post.root = sign->root;
-    if (sign->kind >= 0 && sign->kind < FT_COLLECTIVE_COUNT) ft__post_text(text, &post);
-    else ft__append(text, "something else");
+    ft__post_text(text, &post);
 }
 
 static ft_status ft__nccl_compare(const ft_group *g, const ft__nccl_notice *notice)
@@ -11326,15 +11336,17 @@ static ft_status ft__nccl_compare(const ft_group *g, const ft__nccl_notice *noti
     for (int i = 0; i < notice->n; i++) {
         const ft__nccl_sign *own = &notice->signs[i], *other = &notice->signs[notice->room + i];
         char text[FT__TEXT_BYTES] = "ranks disagree";
-        if (own->kind == FT_SEND && !own->order) continue; /* a message that was not announced */
-        if (own->order == other->order && own->elems == other->elems && own->kind == other->kind &&
-            own->dtype == other->dtype && own->root == other->root) continue;
+        if (notice->peers[i] < 0 || memcmp(own, other, sizeof *own) == 0) continue;
         ft__append(text, " on group \"%.60s\" of %d: rank %d of it asks for ", g->name, g->n,
                    g->rank);
         ft__nccl_sign_text(text, own);
-        ft__append(text, ", rank %d for ", (int)other->rank);
-        ft__nccl_sign_text(text, other);
-        if (own->order != other->order) ft__append(text, ", after other calls");
+        if (ft__nccl_sign_is(other)) {
+            ft__append(text, ", rank %d for ", notice->peers[i]);
+            ft__nccl_sign_text(text, other);
+            if (own->order != other->order) ft__append(text, ", after other calls");
+        } else {
+            ft__append(text, ", rank %d is in another call", notice->peers[i]);
+        }
         return ft_error(FT_ERR_COMM, "%s", text);
     }
     return FT_OK;
@@ -11343,14 +11355,17 @@ static ft_status ft__nccl_compare(const ft_group *g, const ft__nccl_notice *noti
 /* Compares what has come. Lock held. */
 static ft_status ft__nccl_compare_all(struct ft__nccl_rank *n)
 {
-    for (int i = 0; i < n->n_groups; i++)
-        for (ft__nccl_notice *c = n->groups[i]->nccl->notices; c; c = c->next) {
+    for (int i = 0; i < n->n_groups; i++) {
+        struct ft__nccl *of = n->groups[i]->nccl;
+        for (ft__nccl_notice *c = of->busy ? of->notices : NULL; c; c = c->next) {
             cudaError_t come = c->busy ? cudaEventQuery(c->come) : cudaErrorNotReady;
             if (come == cudaErrorNotReady) continue;
             c->busy = 0;
+            of->busy--;
             if (come != cudaSuccess || ft__nccl_world_aborted(n->ctx)) continue;
             FT_TRY(ft__nccl_compare(n->groups[i], c));
         }
+    }
     return FT_OK;
 }
 
@@ -11414,8 +11429,9 @@ static void ft__nccl_free(struct ft__nccl *c)
         ft__nccl_notice *notice = c->notices;
         c->notices = notice->next;
         if (notice->come) (void)cudaEventDestroy(notice->come);
-        if (notice->signs) (void)cudaFreeHost(notice->signs);
         if (notice->on_gpu) (void)cudaFree(notice->on_gpu);
+        if (notice->signs) (void)cudaFreeHost(notice->signs);
+        FT_FREE(notice->peers);
         FT_FREE(notice);
     }
     FT_FREE(c->seen);
@@ -11520,23 +11536,38 @@ static ft_status ft__nccl_share_id(ft_ctx *ctx, int n, const int *ranks, int mem
     return FT_OK;
 }
 
-/* All but the communicator. */
+/* A notice with room for n pairs of signs; the watchdog does not look at it before it is busy. */
+static ft_status ft__nccl_notice_create(ft_group *g, int n)
+{
+    const size_t bytes = 2 * (size_t)n * sizeof(ft__nccl_sign);
+    ft__nccl_notice *c = (ft__nccl_notice *)ft__zalloc(sizeof *c);
+    if (!c) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
+    pthread_mutex_lock(&g->ctx->nccl->lock); /* from here on it is freed with the group */
+    c->next = g->nccl->notices;
+    g->nccl->notices = c;
+    pthread_mutex_unlock(&g->ctx->nccl->lock);
+    c->peers = (int *)ft__zalloc((size_t)n * sizeof *c->peers);
+    if (!c->peers) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
+    FT__CUDA(cudaEventCreateWithFlags(&c->come, cudaEventDisableTiming));
+    FT__CUDA(cudaMallocHost((void **)&c->signs, bytes));
+    FT__CUDA(cudaMalloc((void **)&c->on_gpu, bytes));
+    c->room = n;
+    return FT_OK;
+}
+
+/* All but the communicator, into g->nccl. */
 static ft_status ft__nccl_create(ft_group *g)
 {
-    struct ft__nccl *c = (struct ft__nccl *)ft__zalloc(sizeof *c);
-    cudaError_t error = cudaSuccess;
-    int k = 0;
-    for (; c && k <= FT__NCCL_MARKS && error == cudaSuccess; k++) {
+    struct ft__nccl *c = g->nccl = (struct ft__nccl *)ft__zalloc(sizeof *c);
+    if (!c) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
+    for (int k = 0; k <= FT__NCCL_MARKS; k++) {
         c->marks[k] = (ft__nccl_mark *)ft__zalloc(sizeof **c->marks);
-        if (!c->marks[k]) break;
-        error = cudaEventCreateWithFlags(&c->marks[k]->done, cudaEventDisableTiming);
+        if (!c->marks[k]) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
+        FT__CUDA(cudaEventCreateWithFlags(&c->marks[k]->done, cudaEventDisableTiming));
     }
-    g->nccl = c;
-    if (k > FT__NCCL_MARKS && error == cudaSuccess) return FT_OK;
-    if (c) ft__nccl_free(c);
-    g->nccl = NULL;
-    if (error != cudaSuccess) return ft__gpu_error(error, "making a group");
-    return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
+    for (int k = 0; k < FT__NCCL_NOTICES && g->n > 1; k++)
+        FT_TRY(ft__nccl_notice_create(g, g->n > 16 ? g->n : 16));
+    return FT_OK;
 }
 
 static ft_status ft__nccl_group(ft_group *g, const int *ranks)
@@ -11548,7 +11579,12 @@ static ft_status ft__nccl_group(ft_group *g, const int *ranks)
     if (r->n_groups == FT__NCCL_GROUPS)
         return ft_error(FT_ERR_UNSUPPORTED, "group \"%s\": more than %d groups over NCCL", g->name,
                         FT__NCCL_GROUPS);
-    FT_TRY(ft__nccl_create(g));
+    ft_status status = ft__nccl_create(g);
+    if (status != FT_OK) {
+        if (g->nccl) ft__nccl_free(g->nccl);
+        g->nccl = NULL;
+        return status;
+    }
     pthread_mutex_lock(&r->lock);
     r->groups[r->n_groups++] = g;
     pthread_mutex_unlock(&r->lock);
@@ -11610,12 +11646,21 @@ static ft__nccl_mark *ft__nccl_mark_next(struct ft__nccl *c)
     return c->marks[c->out++];
 }
 
+/* Waits until a call that was made is taken. */
+static ft_status ft__nccl_settle_group(ft_group *g, ncclResult_t result)
+{
+    pthread_mutex_lock(&g->ctx->nccl->lock);
+    ncclComm_t comm = g->nccl->comm; /* NULL once aborted, which is then seen first */
+    pthread_mutex_unlock(&g->ctx->nccl->lock);
+    return ft__nccl_settle(g->ctx, comm, result, g->nccl->what);
+}
+
 /* Tells the watchdog of what was queued. */
 static ft_status ft__nccl_queued(ft_group *g, ft_stream *s, ncclResult_t result)
 {
     struct ft__nccl_rank *r = g->ctx->nccl;
     struct ft__nccl *c = g->nccl;
-    FT_TRY(ft__nccl_settle(g->ctx, c->comm, result, c->what));
+    FT_TRY(ft__nccl_settle_group(g, result));
     pthread_mutex_lock(&r->lock);
     int idle = 1;
     for (int i = 0; i < r->n_groups; i++)
@@ -11689,31 +11734,32 @@ static ft_status ft__nccl_is_new(ft_group *g, const ft__nccl_sign *sign, int pee
     return FT_OK;
 }
 
-/* A notice with room for n pairs that is not under way. */
+/* A notice with room for n pairs that is not under way: the host waits for the last of those that
+   are where none is free. An exchange of very many messages gets one of its own. */
 static ft_status ft__nccl_notice_get(ft_group *g, int n, ft__nccl_notice **out)
 {
     struct ft__nccl_rank *r = g->ctx->nccl;
-    const size_t bytes = 2 * (size_t)n * sizeof(ft__nccl_sign);
-    ft__nccl_notice *c;
-    pthread_mutex_lock(&r->lock);
-    for (c = g->nccl->notices; c; c = c->next)
-        if (!c->busy && c->room >= n) break;
-    pthread_mutex_unlock(&r->lock);
-    if (!c) {
-        c = (ft__nccl_notice *)ft__zalloc(sizeof *c);
-        if (!c) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
-        c->room = n;
-        pthread_mutex_lock(&r->lock); /* from here on it is freed with the group */
-        c->next = g->nccl->notices;
-        g->nccl->notices = c;
+    for (;;) {
+        ft__nccl_notice *c, *last = NULL;
+        pthread_mutex_lock(&r->lock);
+        for (c = g->nccl->notices; c; c = c->next) {
+            if (c->room >= n) last = c;
+            if (c->room >= n && !c->busy) break;
+        }
         pthread_mutex_unlock(&r->lock);
-        FT__CUDA(cudaEventCreateWithFlags(&c->come, cudaEventDisableTiming));
-        FT__CUDA(cudaMallocHost((void **)&c->signs, bytes));
-        FT__CUDA(cudaMalloc((void **)&c->on_gpu, bytes));
+        if (c) {
+            c->n = n;
+            *out = c;
+            return FT_OK;
+        }
+        if (last) {
+            FT__CUDA(cudaEventSynchronize(last->come));
+            FT_TRY(ft__nccl_heard(g->ctx));
+            FT_TRY(ft__world_ok(g->ctx));
+        } else {
+            FT_TRY(ft__nccl_notice_create(g, n));
+        }
     }
-    c->n = n;
-    *out = c;
-    return FT_OK;
 }
 
 /* What others ask for comes to the host when the stream gets there. */
@@ -11722,8 +11768,15 @@ static ft_status ft__nccl_notice_begin(ft_group *g, ft__nccl_notice *c, cudaStre
     FT__CUDA(cudaEventRecord(c->come, stream));
     pthread_mutex_lock(&g->ctx->nccl->lock);
     c->busy = 1;
+    g->nccl->busy++;
     pthread_mutex_unlock(&g->ctx->nccl->lock);
     return FT_OK;
+}
+
+static ft__nccl_sign ft__nccl_sign_make(int kind, ft_dtype dtype, int64_t elems, int root)
+{
+    ft__nccl_sign sign = { FT__NCCL_MAGIC, 0, elems, root, (int16_t)kind, (int16_t)dtype };
+    return sign;
 }
 
 /* Of a collective: every member gathers what the others ask for. */
@@ -11731,16 +11784,20 @@ static ft_status ft__nccl_announce(ft_group *g, ft_stream *s, const ft__post *ow
 {
     struct ft__nccl *c = g->nccl;
     ft__nccl_notice *notice;
-    ft__nccl_sign sign = { 0, own->elems, own->kind, (int32_t)own->dtype, own->root, g->rank };
+    ft__nccl_sign sign = ft__nccl_sign_make(own->kind, own->dtype, own->elems, own->root);
     ncclResult_t result = ncclInvalidUsage;
     int is_new;
     FT_TRY(ft__nccl_is_new(g, &sign, -1, 0, &is_new));
     sign.order = c->order;
     c->order = ft__hash_mix(c->order, (uint64_t)own->elems);
     c->order = ft__hash_mix(c->order, (uint64_t)(own->kind * 8 + (int)own->dtype));
+    c->order = ft__hash_mix(c->order, (uint64_t)own->root);
     if (++c->asked % FT__NCCL_PERIOD && !is_new) return FT_OK;
     FT_TRY(ft__nccl_notice_get(g, g->n, &notice));
-    for (int i = 0; i < g->n; i++) notice->signs[i] = sign;
+    for (int i = 0; i < g->n; i++) {
+        notice->signs[i] = sign;
+        notice->peers[i] = i;
+    }
     ft__nccl_sign *others = notice->on_gpu + notice->room;
     FT__CUDA(cudaMemcpyAsync(notice->on_gpu, notice->signs, sizeof sign, cudaMemcpyHostToDevice,
                              ft__native(s)));
@@ -11749,7 +11806,7 @@ static ft_status ft__nccl_announce(ft_group *g, ft_stream *s, const ft__post *ow
         result = ncclAllGather(notice->on_gpu, others, sizeof sign, ncclUint8, c->comm,
                                ft__native(s));
     pthread_mutex_unlock(&g->ctx->nccl->lock);
-    FT_TRY(ft__nccl_queued(g, s, result));
+    FT_TRY(ft__nccl_settle_group(g, result));
     FT__CUDA(cudaMemcpyAsync(notice->signs + notice->room, others, (size_t)g->n * sizeof sign,
                              cudaMemcpyDeviceToHost, ft__native(s)));
     return ft__nccl_notice_begin(g, notice, ft__native(s));
@@ -11788,93 +11845,80 @@ static ft_status ft__nccl_to_self(ft_group *g, ft_stream *s, const ft__message *
     return FT_OK;
 }
 
+/* Those that are announced have their sign before them, from sender to receiver: messages of one
+   direction keep their order, whatever exchanges the two ranks pair them in. */
 static ncclResult_t ft__nccl_call_messages(ft_group *g, cudaStream_t stream, const ft__message *m,
-                                           int64_t n)
+                                           int64_t n, const ft__nccl_notice *notice)
 {
+    ncclComm_t comm = g->nccl->comm;
     ncclResult_t result = ncclSuccess;
     for (int64_t i = 0; i < n && result == ncclSuccess; i++) {
-        ncclDataType_t type = ft__nccl_type(m[i].dtype);
-        size_t count = (size_t)m[i].elems;
-        result = m[i].is_send ? ncclSend(m[i].data, count, type, m[i].to, g->nccl->comm, stream)
-                              : ncclRecv(m[i].data, count, type, m[i].from, g->nccl->comm, stream);
+        const ncclDataType_t type = ft__nccl_type(m[i].dtype);
+        const size_t count = (size_t)m[i].elems, bytes = sizeof(ft__nccl_sign);
+        const int announced = notice && notice->signs[i].magic, peer = m[i].is_send ? m[i].to
+                                                                                  : m[i].from;
+        if (announced && m[i].is_send)
+            result = ncclSend(notice->on_gpu + i, bytes, ncclUint8, peer, comm, stream);
+        else if (announced)
+            result = ncclRecv(notice->on_gpu + notice->room + i, bytes, ncclUint8, peer, comm,
+                              stream);
+        if (result != ncclSuccess && result != ncclInProgress) break;
+        result = m[i].is_send ? ncclSend(m[i].data, count, type, peer, comm, stream)
+                              : ncclRecv(m[i].data, count, type, peer, comm, stream);
     }
     return result;
 }
 
-/* First what senders say, then what receivers say: between two ranks both see the messages of one
-   direction in the same order, but not those of both directions. */
-static ncclResult_t ft__nccl_call_signs(ft_group *g, cudaStream_t stream, const ft__message *m,
-                                        const ft__nccl_notice *notice)
-{
-    const size_t bytes = sizeof *notice->signs;
-    ncclResult_t result = ncclSuccess;
-    for (int by_sender = 1; by_sender >= 0; by_sender--)
-        for (int i = 0; i < notice->n && result == ncclSuccess; i++) {
-            const int peer = m[i].is_send ? m[i].to : m[i].from;
-            ft__nccl_sign *own = notice->on_gpu + i, *other = own + notice->room;
-            if (!notice->signs[i].order) continue;
-            result = m[i].is_send == by_sender
-                ? ncclSend(own, bytes, ncclUint8, peer, g->nccl->comm, stream)
-                : ncclRecv(other, bytes, ncclUint8, peer, g->nccl->comm, stream);
-        }
-    return result;
-}
-
-/* The messages, or, with a notice, the signs of those that are announced. */
-static ft_status ft__nccl_messages(ft_group *g, ft_stream *s, const ft__message *m, int64_t n,
-                                   const ft__nccl_notice *notice)
-{
-    ncclResult_t result = ncclInvalidUsage, ended = ncclSuccess;
-    pthread_mutex_lock(&g->ctx->nccl->lock);
-    if (g->nccl->comm) {
-        result = ncclGroupStart();
-        if (result == ncclSuccess)
-            result = notice ? ft__nccl_call_signs(g, ft__native(s), m, notice)
-                            : ft__nccl_call_messages(g, ft__native(s), m, n);
-        ended = ncclGroupEnd();
-    }
-    pthread_mutex_unlock(&g->ctx->nccl->lock);
-    int taken = result == ncclSuccess || result == ncclInProgress;
-    return ft__nccl_queued(g, s, taken ? ended : result);
-}
-
-/* Of messages: sender and receiver tell each other. Both see the same sizes go from one to the
-   other, so both know which are new. */
+/* A notice where a message is new between its ranks, which both know, since both see the same go
+   from one to the other; NULL where none is. */
 static ft_status ft__nccl_announce_messages(ft_group *g, ft_stream *s, const ft__message *m,
-                                            int64_t n)
+                                            int64_t n, ft__nccl_notice **out)
 {
     ft__nccl_notice *notice;
-    const size_t bytes = (size_t)n * sizeof(ft__nccl_sign);
     int any = 0;
+    *out = NULL;
     if (n == 0) return FT_OK;
     FT_TRY(ft__nccl_notice_get(g, (int)n, &notice));
     for (int64_t i = 0; i < n; i++) {
-        ft__nccl_sign sign = { 0, m[i].elems, FT_SEND, (int32_t)m[i].dtype, 0, g->rank };
+        ft__nccl_sign sign = ft__nccl_sign_make(FT_SEND, m[i].dtype, m[i].elems, 0);
         int is_new;
         FT_TRY(ft__nccl_is_new(g, &sign, m[i].is_send ? m[i].to : m[i].from, m[i].is_send,
                                &is_new));
-        sign.order = (uint64_t)is_new; /* 1: announced */
+        if (!is_new) sign.magic = 0; /* it is not announced */
         notice->signs[i] = sign;
+        notice->peers[i] = is_new && !m[i].is_send ? m[i].from : -1;
         any |= is_new;
     }
     if (!any) return FT_OK;
-    FT__CUDA(cudaMemcpyAsync(notice->on_gpu, notice->signs, bytes, cudaMemcpyHostToDevice,
-                             ft__native(s)));
-    FT_TRY(ft__nccl_messages(g, s, m, n, notice));
-    FT__CUDA(cudaMemcpyAsync(notice->signs + notice->room, notice->on_gpu + notice->room, bytes,
-                             cudaMemcpyDeviceToHost, ft__native(s)));
-    return ft__nccl_notice_begin(g, notice, ft__native(s));
+    FT__CUDA(cudaMemcpyAsync(notice->on_gpu, notice->signs, (size_t)n * sizeof *notice->signs,
+                             cudaMemcpyHostToDevice, ft__native(s)));
+    *out = notice;
+    return FT_OK;
 }
 
 static ft_status ft__nccl_exchange(ft_group *g, ft_stream *s, const ft__message *m, int64_t n)
 {
+    ncclResult_t result = ncclInvalidUsage, ended = ncclSuccess;
+    ft__nccl_notice *notice;
     if (g->n == 1) return ft__nccl_to_self(g, s, m, n);
     FT_TRY(ft__nccl_ready(g));
+    FT_TRY(ft__nccl_announce_messages(g, s, m, n, &notice));
     pthread_mutex_lock(&g->ctx->nccl->lock);
     ft__nccl_note(g, "exchange", n, "messages", "");
+    if (g->nccl->comm) {
+        result = ncclGroupStart();
+        if (result == ncclSuccess)
+            result = ft__nccl_call_messages(g, ft__native(s), m, n, notice);
+        ended = ncclGroupEnd();
+    }
     pthread_mutex_unlock(&g->ctx->nccl->lock);
-    FT_TRY(ft__nccl_announce_messages(g, s, m, n));
-    return ft__nccl_messages(g, s, m, n, NULL);
+    int taken = result == ncclSuccess || result == ncclInProgress;
+    FT_TRY(ft__nccl_queued(g, s, taken ? ended : result));
+    if (!notice) return FT_OK;
+    FT__CUDA(cudaMemcpyAsync(notice->signs + notice->room, notice->on_gpu + notice->room,
+                             (size_t)n * sizeof *notice->signs, cudaMemcpyDeviceToHost,
+                             ft__native(s)));
+    return ft__nccl_notice_begin(g, notice, ft__native(s));
 }
 
 /* All values beside each other; every member compares the same list. */
@@ -11883,6 +11927,7 @@ static ft_status ft__nccl_agree(ft_group *g, ft_stream *s, const ft__post *own)
     uint64_t all[FT__NCCL_WORDS], pair[2];
     char *words = (char *)g->ctx->nccl->words;
     char text[FT__TEXT_BYTES] = "";
+    ncclResult_t result = ncclInvalidUsage;
     int same = 1;
     if (2 * g->n + 3 > FT__NCCL_WORDS)
         return ft_error(FT_ERR_UNSUPPORTED, "group \"%s\": agreements over NCCL are for at most %d "
@@ -11893,8 +11938,14 @@ static ft_status ft__nccl_agree(ft_group *g, ft_stream *s, const ft__post *own)
         pair[1] = (pair[1] ^ (unsigned char)*c) * UINT64_C(0x100000001b3);
     FT_TRY(ft__nccl_ready(g));
     FT__CUDA(cudaMemcpyAsync(words, pair, sizeof pair, cudaMemcpyHostToDevice, ft__native(s)));
-    FT_TRY(ft__nccl_queued(g, s, ncclAllGather(words, words + sizeof pair, 2, ncclUint64,
-                                               g->nccl->comm, ft__native(s))));
+    pthread_mutex_lock(&g->ctx->nccl->lock);
+    snprintf(g->nccl->what, sizeof g->nccl->what, "ft_agree \"%.100s\" on group \"%.60s\" "
+             "(rank %d of %d)", own->what, g->name, g->rank, g->n);
+    if (g->nccl->comm)
+        result = ncclAllGather(words, words + sizeof pair, 2, ncclUint64, g->nccl->comm,
+                               ft__native(s));
+    pthread_mutex_unlock(&g->ctx->nccl->lock);
+    FT_TRY(ft__nccl_queued(g, s, result));
     FT__CUDA(cudaMemcpyAsync(all, words + sizeof pair, (size_t)g->n * sizeof pair,
                              cudaMemcpyDeviceToHost, ft__native(s)));
     FT__CUDA(cudaStreamSynchronize(ft__native(s)));

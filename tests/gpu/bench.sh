@@ -3,6 +3,7 @@
 # torch and transformers for the other side, which is left out where they are missing.
 set -uo pipefail
 cd "$(dirname "$0")/../.."
+mkdir -p build
 make build/train_llama_cuda ${GPU_ARCH:+GPU_ARCH="$GPU_ARCH"} > build/bench_build.log 2>&1 ||
     { tail build/bench_build.log; exit 1; }
 . tests/gpu/speed.sh

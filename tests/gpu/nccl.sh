@@ -4,7 +4,10 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 T=build/train_llama_cuda
-[ -x $T ] || make $T > /dev/null || exit 1
+M=build/gpu/nccl_mismatch
+mkdir -p build/gpu
+make $T $M ${GPU_ARCH:+GPU_ARCH="$GPU_ARCH"} > build/gpu/nccl_build.log 2>&1 ||
+    { tail build/gpu/nccl_build.log; exit 1; }
 export NCCL_NVLS_ENABLE=0
 logs=build/gpu/nccl
 mkdir -p $logs
@@ -83,8 +86,8 @@ for ((i = 0; i < runs; i++)); do
     2) ((RANDOM % 2 && m > 1)) && schedule=zb-h1
        mesh="--pp 2 --micro-batch-size $((8 / m)) --micro-batches $m --pp-overlap $((RANDOM % 2))" ;;
     esac
-    mesh+=" --schedule $schedule --zero-stage $((RANDOM % 4))"
-    mesh+=" --sac $(echo none selective full | cut -d' ' -f$((1 + RANDOM % 3)))"
+    policies=(none selective full)
+    mesh+=" --schedule $schedule --zero-stage $((RANDOM % 4)) --sac ${policies[RANDOM % 3]}"
     export FT_DELAY_US=$((RANDOM % 3000))
     got=$(launch hand --steps 4 $mesh --timeout 30 | loss)
     unset FT_DELAY_US
@@ -101,7 +104,7 @@ by_hand 1 $kept --steps 100000 --timeout 30 > $logs/rank1.log 2>&1 & other=$!
 by_hand 0 $kept --steps 100000 --timeout 30 > $logs/rank0.log 2>&1 & mine=$!
 sleep 6
 kill -TERM $other
-(sleep 45; kill -9 $mine $other) 2> /dev/null & watch=$!
+(sleep 45; kill -9 $mine $other) > /dev/null 2>&1 & watch=$!
 wait $mine; status=$?
 wait $other; status+=" $?"
 kill $watch 2> /dev/null
@@ -126,7 +129,7 @@ for signal in KILL STOP; do
     sleep 6
     kill -$signal $other
     begin=$SECONDS status=0
-    (sleep 25; thread_stacks $mine > $logs/stacks.log; kill -9 $mine) 2> /dev/null & watch=$!
+    (sleep 25; thread_stacks $mine > $logs/stacks.log; kill -9 $mine) > /dev/null 2>&1 & watch=$!
     wait $mine || status=$?
     kill $watch 2> /dev/null
     line=$(grep -m 1 '^error' $logs/rank0.log)
@@ -145,8 +148,6 @@ if ((status == 1 && other == 1)); then pass "other sizes: $(grep -m 1 '^error' $
 else fail "other sizes: status $status and $other"; fi
 
 # Ranks, as threads and as processes, that do not ask for the same.
-M=build/gpu/nccl_mismatch
-[ -x $M ] || make $M > /dev/null
 one_of_two() {
     RANK=$1 WORLD_SIZE=2 LOCAL_RANK=$1 LOCAL_WORLD_SIZE=2 NCCL_COMM_ID=127.0.0.1:29612 \
         timeout -k 5 60 $M $2 2>&1
@@ -166,6 +167,7 @@ for what in late again size dtype kind turn message alone; do
         case $what in
         late | again) good="0 $peer" ;;
         alone) good="1 $peer" ;;
+        message) good="$status 1"; [ $how = threads ] && good="1 0" ;; # the sender may be through
         *) good="1 $( [ $how = threads ] && echo 0 || echo 1)" ;;
         esac
         if [ "$status $peer" = "$good" ] && case $what in

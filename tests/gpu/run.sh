@@ -81,7 +81,8 @@ trainer_parts() {
         m=$((1 << RANDOM % 2)) schedule=1f1b
         ((8 % (dp * m))) && m=1
         ((RANDOM % 2 && m >= pp)) && schedule=zb-h1
-        recompute=$(echo none selective full | cut -d' ' -f$((1 + RANDOM % 3)))
+        policies=(none selective full)
+        recompute=${policies[RANDOM % 3]}
         mesh="--dp $dp --tp $tp --pp $pp --micro-batch-size $((8 / dp / m)) --micro-batches $m"
         mesh+=" --zero-stage $((RANDOM % 4)) --sac $recompute --schedule $schedule"
         ran=$((ran + 1))
