@@ -11184,6 +11184,11 @@ static ft_status ft__nccl_error(ncclResult_t result, const char *what)
     return ft_error(FT_ERR_COMM, "%s: NCCL says %s", what, ncclGetErrorString(result));
 }
 
+static int ft__nccl_taken(ncclResult_t result)
+{
+    return result == ncclSuccess || result == ncclInProgress;
+}
+
 static int ft__nccl_world_aborted(const ft_ctx *ctx)
 {
     pthread_mutex_lock(&ctx->world->lock);
@@ -11223,7 +11228,7 @@ static ft_status ft__nccl_settle(const ft_ctx *ctx, ncclComm_t comm, ncclResult_
 #define FT__NCCL(call)                                                                             \
     do {                                                                                           \
         ncclResult_t ft__nccl_result = (call);                                                     \
-        if (ft__nccl_result != ncclSuccess && ft__nccl_result != ncclInProgress)                   \
+        if (!ft__nccl_taken(ft__nccl_result))                                                      \
             return ft__nccl_error(ft__nccl_result, #call);                                         \
     } while (0)
 
@@ -11852,17 +11857,17 @@ static ncclResult_t ft__nccl_call_messages(ft_group *g, cudaStream_t stream, con
 {
     ncclComm_t comm = g->nccl->comm;
     ncclResult_t result = ncclSuccess;
-    for (int64_t i = 0; i < n && result == ncclSuccess; i++) {
+    for (int64_t i = 0; i < n && ft__nccl_taken(result); i++) {
         const ncclDataType_t type = ft__nccl_type(m[i].dtype);
         const size_t count = (size_t)m[i].elems, bytes = sizeof(ft__nccl_sign);
-        const int announced = notice && notice->signs[i].magic, peer = m[i].is_send ? m[i].to
-                                                                                  : m[i].from;
+        const int announced = notice && notice->signs[i].magic;
+        const int peer = m[i].is_send ? m[i].to : m[i].from;
         if (announced && m[i].is_send)
             result = ncclSend(notice->on_gpu + i, bytes, ncclUint8, peer, comm, stream);
         else if (announced)
             result = ncclRecv(notice->on_gpu + notice->room + i, bytes, ncclUint8, peer, comm,
                               stream);
-        if (result != ncclSuccess && result != ncclInProgress) break;
+        if (!ft__nccl_taken(result)) break;
         result = m[i].is_send ? ncclSend(m[i].data, count, type, peer, comm, stream)
                               : ncclRecv(m[i].data, count, type, peer, comm, stream);
     }
@@ -11907,13 +11912,12 @@ static ft_status ft__nccl_exchange(ft_group *g, ft_stream *s, const ft__message 
     ft__nccl_note(g, "exchange", n, "messages", "");
     if (g->nccl->comm) {
         result = ncclGroupStart();
-        if (result == ncclSuccess)
+        if (ft__nccl_taken(result))
             result = ft__nccl_call_messages(g, ft__native(s), m, n, notice);
         ended = ncclGroupEnd();
     }
     pthread_mutex_unlock(&g->ctx->nccl->lock);
-    int taken = result == ncclSuccess || result == ncclInProgress;
-    FT_TRY(ft__nccl_queued(g, s, taken ? ended : result));
+    FT_TRY(ft__nccl_queued(g, s, ft__nccl_taken(result) ? ended : result));
     if (!notice) return FT_OK;
     FT__CUDA(cudaMemcpyAsync(notice->signs + notice->room, notice->on_gpu + notice->room,
                              (size_t)n * sizeof *notice->signs, cudaMemcpyDeviceToHost,
