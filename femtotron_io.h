@@ -8088,7 +8088,7 @@ static int ft__io_part_ended(const ft_io_checkpoint *c, int rank)
    finds no directory to write to would tell of that, not of what was wrong. */
 static void ft__io_drop_temporary(const ft_io_checkpoint *c)
 {
-    const double limit = ft__io_now() + (c->timeout_s < 5 ? c->timeout_s : 5);
+    const double limit = ft__io_now() + (c->timeout_s < 1 ? c->timeout_s : 1);
     const struct timespec pause = { 0, 1000000 };
     char message[1024];
     const char *slash = strrchr(c->temporary, '/');
