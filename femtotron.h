@@ -543,8 +543,9 @@ FT_API ft_status ft_mesh_group(ft_ctx *ctx, const ft_mesh *mesh, ft_axis axis, c
    rank order in fp32 and round once to the dtype. (Over NCCL sums are its own, which agree to the
    bit for two ranks, and a disagreement is told later, by a watchdog or where a stream is waited
    for: of kinds and sizes that are new to the group's members, at once; of others at the group's
-   next 256th call, or in FT_ERR_TIMEOUT where NCCL hangs.) `sent` = bytes this rank puts
-   on the wire, with N = bytes of the whole tensor; it is counted per group and kind. */
+   next 256th call, or in FT_ERR_TIMEOUT where NCCL hangs. Telling it takes a gather of 32 bytes a
+   member before such a call, which `sent` leaves out.) `sent` = bytes this rank puts on the wire,
+   with N = bytes of the whole tensor; it is counted per group and kind. */
 FT_API ft_status ft_all_gather(ft_group *group, ft_stream *stream, const ft_tensor *shard,
                                ft_tensor *full);
 /* full[R * n] = the members' shard[n] in group order. In place if shard is a view of full at this
