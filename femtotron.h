@@ -572,7 +572,8 @@ typedef struct ft_p2p {
 FT_API ft_status ft_exchange(ft_group *group, ft_stream *stream, int n, const ft_p2p *ops);
 /* Sends and receives as one: none waits for another, so that no order of ops deadlocks. Between two
    ranks messages match in order. A send counts as one call; sent: N, to oneself 0. Over NCCL only
-   the receiver is told of another size, and only where that is new between the two. */
+   the receiver is told of another size, only where that is new between the two, and, where it wants
+   more than is sent, after timeout_s. */
 
 FT_API ft_status ft_agree(ft_group *group, const char *what, uint64_t value);
 /* Host-side check: FT_ERR_COMM on every member, naming ranks and values, unless all pass the same
@@ -11115,7 +11116,9 @@ static ft_status ft__gpu_await(ft_stream *s, void *signal)
    and leave wrong numbers. So a call of a kind and size that is new on its group is announced, in a
    gather of 32 bytes a member, and every 256th call is, with a hash of all calls before; a message
    is announced to its receiver the first time that it has its size, by 32 bytes before it. No host
-   waits for that: the watchdog compares, and so does whoever waits for a stream. */
+   waits for that: the watchdog compares, and so does whoever waits for a stream. A receiver that
+   wants more than is sent hangs with the announcement already in its memory: so where nothing moves
+   any more the watchdog looks there, on a stream of its own, before it says "time-out". */
 
 #if defined(FT_NCCL) && !defined(FT_CUDA)
 #error "FT_NCCL needs FT_CUDA: nvcc -DFT_CUDA -DFT_NCCL ... -lcublasLt -lnccl"
@@ -11142,7 +11145,8 @@ struct ft__nccl_notice {
     ft__nccl_notice *next;
     cudaEvent_t come;          /* what others ask for is in `signs` */
     int n, room, busy;         /* pairs of signs: used, allocated; busy: not compared yet */
-    ft__nccl_sign *signs, *on_gpu; /* [2 room]: what is expected, and what came */
+    ft__nccl_sign *signs;      /* [3 room] pinned: what is expected, what came, a look at it */
+    ft__nccl_sign *on_gpu;     /* [2 room] */
     int *peers;                /* [room] members that are to ask for the same; -1: none, a send */
 };
 
@@ -11171,6 +11175,7 @@ struct ft__nccl_rank { /* of a context */
     pthread_mutex_t lock;      /* everything below */
     pthread_cond_t changed;
     pthread_t watchdog;
+    cudaStream_t look;         /* the watchdog's */
     int watching, stop, aborted;
     ft_group *groups[FT__NCCL_GROUPS];
     int n_groups;
@@ -11337,12 +11342,15 @@ static void ft__nccl_sign_text(char *text, const ft__nccl_sign *sign)
     ft__post_text(text, &post);
 }
 
-static ft_status ft__nccl_compare(const ft_group *g, const ft__nccl_notice *notice)
+/* With what has come; one that is still to come, as far as a look tells, is left out. */
+static ft_status ft__nccl_compare(const ft_group *g, const ft__nccl_notice *notice, int is_look)
 {
     for (int i = 0; i < notice->n; i++) {
-        const ft__nccl_sign *own = &notice->signs[i], *other = &notice->signs[notice->room + i];
+        const ft__nccl_sign *own = &notice->signs[i];
+        const ft__nccl_sign *other = own + (is_look ? 2 : 1) * notice->room;
         char text[FT__TEXT_BYTES] = "ranks disagree";
         if (notice->peers[i] < 0 || memcmp(own, other, sizeof *own) == 0) continue;
+        if (is_look && !ft__nccl_sign_is(other)) continue;
         ft__append(text, " on group \"%.60s\" of %d: rank %d of it asks for ", g->name, g->n,
                    g->rank);
         ft__nccl_sign_text(text, own);
@@ -11369,7 +11377,7 @@ static ft_status ft__nccl_compare_all(struct ft__nccl_rank *n)
             c->busy = 0;
             of->busy--;
             if (come != cudaSuccess || ft__nccl_world_aborted(n->ctx)) continue;
-            FT_TRY(ft__nccl_compare(n->groups[i], c));
+            FT_TRY(ft__nccl_compare(n->groups[i], c, 0));
         }
     }
     return FT_OK;
@@ -11383,6 +11391,36 @@ static ft_status ft__nccl_heard(ft_ctx *ctx)
     status = ft__nccl_compare_all(ctx->nccl);
     pthread_mutex_unlock(&ctx->nccl->lock);
     return status;
+}
+
+/* What came so far of announcements whose calls do not end. A copy that does not end either, as
+   streams may share a queue, is given up after a second. Lock held. */
+static cudaError_t ft__nccl_look_copy(struct ft__nccl_rank *n)
+{
+    const struct timespec pause = { 0, 10000000 };
+    cudaError_t error = cudaSuccess;
+    for (int i = 0; i < n->n_groups; i++)
+        for (ft__nccl_notice *c = n->groups[i]->nccl->notices; c && error == cudaSuccess;
+             c = c->next)
+            if (c->busy)
+                error = cudaMemcpyAsync(c->signs + 2 * c->room, c->on_gpu + c->room,
+                                        (size_t)c->n * sizeof *c->signs, cudaMemcpyDeviceToHost,
+                                        n->look);
+    if (error == cudaSuccess) error = cudaErrorNotReady;
+    for (int k = 0; k < 100 && error == cudaErrorNotReady; k++) {
+        nanosleep(&pause, NULL);
+        error = cudaStreamQuery(n->look);
+    }
+    return error;
+}
+
+static ft_status ft__nccl_look_behind(struct ft__nccl_rank *n)
+{
+    if (ft__nccl_look_copy(n) != cudaSuccess) return FT_OK;
+    for (int i = 0; i < n->n_groups; i++)
+        for (ft__nccl_notice *c = n->groups[i]->nccl->notices; c; c = c->next)
+            if (c->busy) FT_TRY(ft__nccl_compare(n->groups[i], c, 1));
+    return FT_OK;
 }
 
 /* Lock held. */
@@ -11402,8 +11440,10 @@ static void ft__nccl_watch(struct ft__nccl_rank *n)
         status = ft_error(FT_ERR_PEER, "%s: NCCL says %s; a peer died or the network failed",
                  waits ? waits : "between collectives", ncclGetErrorString(state));
     } else if (waits && ft__nccl_since(&n->moved) > limit) {
-        status = ft_error(FT_ERR_TIMEOUT, "%s: nothing moved for %g s; a peer has died, is stuck, "
-                          "or asked for other sizes", waits, limit);
+        status = ft__nccl_look_behind(n);
+        if (status == FT_OK)
+            status = ft_error(FT_ERR_TIMEOUT, "%s: nothing moved for %g s; a peer has died, is "
+                              "stuck, or asked for other sizes", waits, limit);
     } else {
         return;
     }
@@ -11458,6 +11498,7 @@ static ft_status ft__nccl_begin(ft_ctx *ctx)
     FT__CUDA(cudaMalloc(&n->words, FT__NCCL_WORDS * sizeof(uint64_t)));
     FT__CUDA(cudaMemset(n->words, 0, FT__NCCL_WORDS * sizeof(uint64_t)));
     FT__CUDA(cudaDeviceSynchronize());
+    FT__CUDA(cudaStreamCreateWithPriority(&n->look, cudaStreamNonBlocking, 0));
     if (ctx->world->nccl_id) memcpy(&id, ctx->world->nccl_id, sizeof id);
     else FT__NCCL(ncclGetUniqueId(&id)); /* of NCCL_COMM_ID: the same on every rank */
     FT_TRY(ft__nccl_comm(ctx, &id, ctx->config.world, ctx->rank, "joining the world", &n->world));
@@ -11480,6 +11521,7 @@ static void ft__nccl_end(ft_ctx *ctx)
     if (n->watching) pthread_join(n->watchdog, NULL);
     if (ft__nccl_world_aborted(ctx)) ft__nccl_abort(n);
     for (int i = 0; i < n->n_aborts; i++) pthread_join(n->aborts[i], NULL);
+    if (n->look) (void)cudaStreamDestroy(n->look);
     for (int i = 0; i < n->n_groups; i++) {
         struct ft__nccl *c = n->groups[i]->nccl;
         if (c->comm) {
@@ -11545,7 +11587,7 @@ static ft_status ft__nccl_share_id(ft_ctx *ctx, int n, const int *ranks, int mem
 /* A notice with room for n pairs of signs; the watchdog does not look at it before it is busy. */
 static ft_status ft__nccl_notice_create(ft_group *g, int n)
 {
-    const size_t bytes = 2 * (size_t)n * sizeof(ft__nccl_sign);
+    const size_t bytes = (size_t)n * sizeof(ft__nccl_sign);
     ft__nccl_notice *c = (ft__nccl_notice *)ft__zalloc(sizeof *c);
     if (!c) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
     pthread_mutex_lock(&g->ctx->nccl->lock); /* from here on it is freed with the group */
@@ -11555,8 +11597,10 @@ static ft_status ft__nccl_notice_create(ft_group *g, int n)
     c->peers = (int *)ft__zalloc((size_t)n * sizeof *c->peers);
     if (!c->peers) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
     FT__CUDA(cudaEventCreateWithFlags(&c->come, cudaEventDisableTiming));
-    FT__CUDA(cudaMallocHost((void **)&c->signs, bytes));
-    FT__CUDA(cudaMalloc((void **)&c->on_gpu, bytes));
+    FT__CUDA(cudaMallocHost((void **)&c->signs, 3 * bytes));
+    FT__CUDA(cudaMalloc((void **)&c->on_gpu, 2 * bytes));
+    memset(c->signs, 0, 3 * bytes);
+    FT__CUDA(cudaMemcpy(c->on_gpu, c->signs, 2 * bytes, cudaMemcpyHostToDevice));
     c->room = n;
     return FT_OK;
 }
@@ -11689,12 +11733,11 @@ static ft_status ft__nccl_ready(ft_group *g)
     return ft_error(FT_ERR_STATE, "group \"%s\": its communicator was aborted", g->name);
 }
 
-/* Notes, under the lock, what is about to be queued: "NAME of N OF-WHAT on group ...". */
-static void ft__nccl_note(ft_group *g, const char *name, int64_t n, const char *of,
-                          const char *what)
+/* Notes, under the lock, what is about to be queued. */
+static void ft__nccl_note(ft_group *g, const char *text)
 {
-    snprintf(g->nccl->what, sizeof g->nccl->what, "%s of %lld %s%s on group \"%.60s\" "
-             "(rank %d of %d)", name, (long long)n, of, what, g->name, g->rank, g->n);
+    snprintf(g->nccl->what, sizeof g->nccl->what, "%.150s on group \"%.60s\" (rank %d of %d)", text,
+             g->name, g->rank, g->n);
 }
 
 /* -- what is asked for, announced */
@@ -11768,9 +11811,20 @@ static ft_status ft__nccl_notice_get(ft_group *g, int n, ft__nccl_notice **out)
     }
 }
 
-/* What others ask for comes to the host when the stream gets there. */
-static ft_status ft__nccl_notice_begin(ft_group *g, ft__nccl_notice *c, cudaStream_t stream)
+static ft_status ft__nccl_notice_begin(const ft__nccl_notice *c, int n, cudaStream_t stream)
 {
+    FT__CUDA(cudaMemcpyAsync(c->on_gpu, c->signs, (size_t)n * sizeof *c->signs,
+                             cudaMemcpyHostToDevice, stream));
+    return FT_OK;
+}
+
+/* What others ask for comes to the host when the stream gets there, and is gone from the GPU, so
+   that a look finds only what came of the present use. */
+static ft_status ft__nccl_notice_end(ft_group *g, ft__nccl_notice *c, cudaStream_t stream)
+{
+    FT__CUDA(cudaMemcpyAsync(c->signs + c->room, c->on_gpu + c->room,
+                             (size_t)c->n * sizeof *c->signs, cudaMemcpyDeviceToHost, stream));
+    FT__CUDA(cudaMemsetAsync(c->on_gpu + c->room, 0, (size_t)c->n * sizeof *c->signs, stream));
     FT__CUDA(cudaEventRecord(c->come, stream));
     pthread_mutex_lock(&g->ctx->nccl->lock);
     c->busy = 1;
@@ -11804,28 +11858,25 @@ static ft_status ft__nccl_announce(ft_group *g, ft_stream *s, const ft__post *ow
         notice->signs[i] = sign;
         notice->peers[i] = i;
     }
-    ft__nccl_sign *others = notice->on_gpu + notice->room;
-    FT__CUDA(cudaMemcpyAsync(notice->on_gpu, notice->signs, sizeof sign, cudaMemcpyHostToDevice,
-                             ft__native(s)));
+    FT_TRY(ft__nccl_notice_begin(notice, 1, ft__native(s)));
     pthread_mutex_lock(&g->ctx->nccl->lock);
     if (c->comm)
-        result = ncclAllGather(notice->on_gpu, others, sizeof sign, ncclUint8, c->comm,
-                               ft__native(s));
+        result = ncclAllGather(notice->on_gpu, notice->on_gpu + notice->room, sizeof sign,
+                               ncclUint8, c->comm, ft__native(s));
     pthread_mutex_unlock(&g->ctx->nccl->lock);
     FT_TRY(ft__nccl_settle_group(g, result));
-    FT__CUDA(cudaMemcpyAsync(notice->signs + notice->room, others, (size_t)g->n * sizeof sign,
-                             cudaMemcpyDeviceToHost, ft__native(s)));
-    return ft__nccl_notice_begin(g, notice, ft__native(s));
+    return ft__nccl_notice_end(g, notice, ft__native(s));
 }
 
 /* Calls stand under the lock, so that no communicator is aborted while one is in it. */
 static ft_status ft__nccl_collective(ft_group *g, ft_stream *s, const ft__post *own)
 {
     ncclResult_t result = ncclInvalidUsage;
+    char text[FT__TEXT_BYTES] = "";
     FT_TRY(ft__nccl_ready(g));
+    ft__post_text(text, own);
     pthread_mutex_lock(&g->ctx->nccl->lock);
-    ft__nccl_note(g, ft_collective_name((ft_collective)own->kind), own->elems,
-                  ft_dtype_name(own->dtype), " elements");
+    ft__nccl_note(g, text);
     pthread_mutex_unlock(&g->ctx->nccl->lock);
     FT_TRY(ft__nccl_announce(g, s, own));
     pthread_mutex_lock(&g->ctx->nccl->lock);
@@ -11896,21 +11947,35 @@ static ft_status ft__nccl_announce_messages(ft_group *g, ft_stream *s, const ft_
         any |= is_new;
     }
     if (!any) return FT_OK;
-    FT__CUDA(cudaMemcpyAsync(notice->on_gpu, notice->signs, (size_t)n * sizeof *notice->signs,
-                             cudaMemcpyHostToDevice, ft__native(s)));
+    FT_TRY(ft__nccl_notice_begin(notice, (int)n, ft__native(s)));
     *out = notice;
     return FT_OK;
+}
+
+/* "exchange of 2 messages: send of 8 fp32 elements to 1, receive of 8 fp32 elements from 1"; of
+   many the first two. */
+static void ft__messages_text(char *text, const ft__message *m, int64_t n)
+{
+    ft__append(text, "exchange of %lld message%s", (long long)n, n == 1 ? "" : "s");
+    for (int64_t i = 0; i < n && i < 2; i++)
+        ft__append(text, "%s%s of %lld %s elements %s %d", i ? ", " : ": ",
+                   m[i].is_send ? "send" : "receive", (long long)m[i].elems,
+                   ft_dtype_name(m[i].dtype), m[i].is_send ? "to" : "from",
+                   m[i].is_send ? m[i].to : m[i].from);
+    if (n > 2) ft__append(text, ", ...");
 }
 
 static ft_status ft__nccl_exchange(ft_group *g, ft_stream *s, const ft__message *m, int64_t n)
 {
     ncclResult_t result = ncclInvalidUsage, ended = ncclSuccess;
     ft__nccl_notice *notice;
+    char text[FT__TEXT_BYTES] = "";
     if (g->n == 1) return ft__nccl_to_self(g, s, m, n);
     FT_TRY(ft__nccl_ready(g));
     FT_TRY(ft__nccl_announce_messages(g, s, m, n, &notice));
+    ft__messages_text(text, m, n);
     pthread_mutex_lock(&g->ctx->nccl->lock);
-    ft__nccl_note(g, "exchange", n, "messages", "");
+    ft__nccl_note(g, text);
     if (g->nccl->comm) {
         result = ncclGroupStart();
         if (ft__nccl_taken(result))
@@ -11919,11 +11984,7 @@ static ft_status ft__nccl_exchange(ft_group *g, ft_stream *s, const ft__message 
     }
     pthread_mutex_unlock(&g->ctx->nccl->lock);
     FT_TRY(ft__nccl_queued(g, s, ft__nccl_taken(result) ? ended : result));
-    if (!notice) return FT_OK;
-    FT__CUDA(cudaMemcpyAsync(notice->signs + notice->room, notice->on_gpu + notice->room,
-                             (size_t)n * sizeof *notice->signs, cudaMemcpyDeviceToHost,
-                             ft__native(s)));
-    return ft__nccl_notice_begin(g, notice, ft__native(s));
+    return notice ? ft__nccl_notice_end(g, notice, ft__native(s)) : FT_OK;
 }
 
 /* All values beside each other; every member compares the same list. */

@@ -289,6 +289,23 @@ typedef struct quarrel {
     char text[MAX_WORLD][FT__TEXT_BYTES];
 } quarrel;
 
+/* Calls of so many sizes that all places for announcements were used. */
+static ft_status others(ft_ctx *ctx, ft_group *g)
+{
+    const int n = ft_world(ctx), next = (ft_rank(ctx) + 1) % n, last = (ft_rank(ctx) + n - 1) % n;
+    ft_stream *s = ft_stream_get(ctx, FT_STREAM_GATHER);
+    for (int64_t i = 20; i < 40; i++) {
+        ft_tensor *own, *other;
+        FT_TRY(make(ctx, i, FT_F32, 1, 0, &own));
+        FT_TRY(make(ctx, i, FT_F32, 1, 0, &other));
+        FT_TRY(ft_sync(ctx));
+        const ft_p2p ops[2] = {{next, 1, own}, {last, 0, other}};
+        FT_TRY(ft_exchange(g, s, 2, ops));
+        FT_TRY(ft_all_reduce(g, s, own));
+    }
+    return ft_sync(ctx);
+}
+
 /* The last rank is the odd one. */
 static ft_status quarrel_run(ft_ctx *ctx, const char *what)
 {
@@ -304,7 +321,8 @@ static ft_status quarrel_run(ft_ctx *ctx, const char *what)
     FT_TRY(make(ctx, 8, FT_BF16, 1, 0, &half));
     FT_TRY(make(ctx, 8 * n, FT_BF16, 1, 0, &halves));
     FT_TRY(ft_sync(ctx));
-    if (!strcmp(what, "alone") && odd) return FT_OK;
+    if (!strcmp(what, "alone after others")) FT_TRY(others(ctx, g));
+    if (!strncmp(what, "alone", 5) && odd) return FT_OK;
     if (!strcmp(what, "fails") && odd) return ft_error(FT_ERR_DATA, "of its own");
     if (!strcmp(what, "late") && odd) {
         const struct timespec while_ = {1, 0};
@@ -322,10 +340,14 @@ static ft_status quarrel_run(ft_ctx *ctx, const char *what)
         FT_TRY(ft_all_gather(g, s, half, halves));
         for (int i = 0; i < 2; i++)
             FT_TRY(ft_all_gather(g, s, odd ? half : small, odd ? halves : smalls));
-    } else if (!strcmp(what, "message")) {
-        const ft_p2p send = {n - 1, 1, small}, receive = {0, 0, large};
+    } else if (!strncmp(what, "message", 7)) {
+        const int more = !strcmp(what, "message, more");
+        const ft_p2p send = {n - 1, 1, more ? large : small}, receive = {0, 0, more ? small : large};
         if (me == 0) FT_TRY(ft_exchange(g, s, 1, &send));
         if (odd) FT_TRY(ft_exchange(g, s, 1, &receive));
+    } else if (!strcmp(what, "alone with a message")) {
+        const ft_p2p ops[2] = {{1, 1, small}, {1, 0, large}};
+        FT_TRY(ft_exchange(g, s, 2, ops));
     } else if (!strcmp(what, "root")) {
         FT_TRY(ft_broadcast(g, s, small, odd));
     } else if (!strcmp(what, "kind") && odd) {
@@ -367,7 +389,8 @@ static const char *const quarrels[][3] = {
     {"dtype", "all-gather of 16 fp32", "all-gather of 16 bf16"},
     {"kind", "all-gather of 16 fp32", "reduce-scatter of 16 fp32"},
     {"root", "broadcast of 8 fp32 elements from group rank 0", "from group rank 1"},
-    {"message", "send of 8 fp32", "send of 16 fp32"},
+    {"message, less", "send of 8 fp32", "send of 16 fp32"},
+    {"message, more", "send of 8 fp32", "send of 16 fp32"},
     {"turn", "all-gather of", "after other calls"},
     {"turn of roots", "broadcast of 8 fp32 elements from group rank", "after other calls"},
     {"new and old", "all-gather of 16 fp32", "rank 1 is in another call"},
@@ -377,7 +400,7 @@ static const char *const quarrels[][3] = {
    taken another's announcement for the gather that it asked for. */
 static int is_certain(size_t i, int rank)
 {
-    if (!strcmp(quarrels[i][0], "message")) return rank == 1;
+    if (!strncmp(quarrels[i][0], "message", 7)) return rank == 1;
     return rank == 0 || strcmp(quarrels[i][0], "new and old") != 0;
 }
 
@@ -432,6 +455,11 @@ static void who_does_not_come_is_missed(void **state)
     assert_int_equal(quarrel_of("alone", 3, &q, says), FT_ERR_TIMEOUT);
     assert_non_null(strstr(says, "all-gather of 24 fp32 elements on group \"everyone\""));
     assert_non_null(strstr(says, "nothing moved for 2 s"));
+    assert_int_equal(quarrel_of("alone after others", 3, &q, says), FT_ERR_TIMEOUT);
+    assert_non_null(strstr(says, "all-gather of 24 fp32 elements on group \"everyone\""));
+    assert_int_equal(quarrel_of("alone with a message", 2, &q, says), FT_ERR_TIMEOUT);
+    assert_non_null(strstr(says, "exchange of 2 messages: send of 8 fp32 elements to 1, receive of "
+                           "16 fp32 elements from 1 on group \"everyone\" (rank 0 of 2)"));
     assert_int_equal(quarrel_of("fails", 3, &q, says), FT_ERR_DATA);
     assert_non_null(strstr(says, "rank 2: of its own"));
     for (int r = 0; r < 2; r++) assert_int_equal(q.status[r], FT_ERR_PEER);

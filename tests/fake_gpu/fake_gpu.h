@@ -16,8 +16,9 @@
    kernels  A ftk_ launcher queues the CPU kernel of the call's row.
    NCCL     Between threads. As the real one it does not compare what members ask for: where sizes
             differ the smaller one is moved, and all is well; where the calls are different ones
-            nobody returns until the communicator is aborted. Communicators are non-blocking.
-            Every call takes FAKE_SLOW_US (0).
+            nobody returns until the communicator is aborted, nor does a receiver that wants more
+            than is sent, while the messages before that one are there. Communicators are
+            non-blocking. Every call takes FAKE_SLOW_US (0).
    What is not here: graphs, peers without access, cuBLASLt's choice of algorithms. */
 
 #ifndef FAKE_GPU_H
@@ -1279,9 +1280,11 @@ static void fake_group_run(void *argument)
         while (!g->comm->aborted && !(at = fake_letter_find(q, g->m[i].peer, rank)))
             pthread_cond_wait(&q->changed, &fake_lock);
         if (!at) break;
+        const int more = g->m[i].bytes > (*at)->bytes;
         memcpy(g->m[i].data, (*at)->data, fake_least((*at)->bytes, g->m[i].bytes));
         (*at)->taken = 1;
         pthread_cond_broadcast(&q->changed);
+        while (more && !g->comm->aborted) pthread_cond_wait(&q->changed, &fake_lock);
     }
     for (int i = 0; i < n; i++) {
         while (!sent[i]->taken && !g->comm->aborted) pthread_cond_wait(&q->changed, &fake_lock);

@@ -1,13 +1,14 @@
 /* nccl_mismatch.c: two GPUs over NCCL, whose ranks do not ask for the same.
 
-   usage: nccl_mismatch late|again|size|dtype|kind|turn|message|alone
+   usage: nccl_mismatch late|again|size|dtype|kind|turn|less|more|alone
      late     rank 1 comes after half the time-out: nothing is wrong
      again    nothing is wrong, in three launches one after the other
      size     rank 1 gathers more elements than rank 0
      dtype    rank 1 gathers as many, of another type
      kind     rank 1 sums where rank 0 gathers
      turn     after both sizes were seen, rank 1 takes the other one
-     message  rank 0 sends less than rank 1 wants
+     less     rank 0 sends less than rank 1 wants
+     more     rank 0 sends more than rank 1 wants
      alone    rank 1 does not come at all
    Ranks are threads, or, where a launcher's variables are set, processes.
 
@@ -48,8 +49,9 @@ static ft_status ask(ft_ctx *ctx, void *user)
         nanosleep(&half, NULL);
     }
     if (odd && !strcmp(what, "alone")) return ft_sync(ctx);
-    if (!strcmp(what, "message")) {
-        const ft_p2p op = {!odd, !odd, odd ? large.full : small.full};
+    if (!strcmp(what, "less") || !strcmp(what, "more")) {
+        const int is_large = odd == !strcmp(what, "less");
+        const ft_p2p op = {!odd, !odd, is_large ? large.full : small.full};
         FT_TRY(ft_exchange(everyone, gather, 1, &op));
         return ft_sync(ctx);
     }
@@ -69,7 +71,7 @@ static ft_status ask(ft_ctx *ctx, void *user)
 
 int main(int argc, char **argv)
 {
-    static const char *const all = " late again size dtype kind turn message alone ";
+    static const char *const all = " late again size dtype kind turn less more alone ";
     const char *what = argc > 1 ? argv[1] : "";
     ft_config config = ft_config_default();
     ft_status status = FT_OK;
