@@ -171,9 +171,9 @@ static ft_status print_plan(program *p, const request *ask) {
     printf("\n%.4g flops a step on the busiest rank, %.1f%% of them recomputed\n", t.flops,
            100 * t.replay / t.flops);
     if (p->set.memory_limit) return check_fit(p);
-    printf("%s weights on %d ranks; the fullest needs %s bytes\n",
+    printf("%s weights on %d rank%s; the fullest needs %s bytes\n",
            thousands(ft_llama_param_total(&p->model), text), rank_count(&p->set),
-           thousands((int64_t)t.peak_bytes, sum));
+           s_of(rank_count(&p->set)), thousands((int64_t)t.peak_bytes, sum));
     return FT_OK;
 }
 

@@ -1009,6 +1009,8 @@ static const char *thousands(int64_t value, char *text) {
     return text;
 }
 
+static const char *s_of(int64_t n) { return n == 1 ? "" : "s"; }
+
 static double mib(size_t bytes) { return (double)bytes / (1024.0 * 1024.0); }
 
 static int rank_count(const settings *set) { return (int)(set->dp * set->tp * set->pp); }
@@ -2162,7 +2164,8 @@ static ft_status choose_device(program *p) {
         return ft_error(FT_ERR_UNSUPPORTED, "processes talk over NCCL, between GPUs: without them "
                         "start one process, whose ranks are threads");
     if (set->device == FT_CPU)
-        printf("device  cpu, %d ranks as threads%s\n", ranks, gpus ? "" : ", no GPU in use");
+        printf("device  cpu, %d rank%s as threads%s\n", ranks, s_of(ranks),
+               gpus ? "" : ", no GPU in use");
     if (set->device != FT_GPU) return FT_OK;
     if (gpus == 0)
         return ft_error(FT_ERR_UNSUPPORTED, "--device cuda: no GPU is visible to this program; it "
@@ -2178,8 +2181,9 @@ static ft_status choose_device(program *p) {
         if (ft_env_rank() < 0) least /= (size_t)((ranks + gpus - 1) / gpus);
         set->memory_limit = (int64_t)least;
     }
-    if (ft_env_rank() >= 0) printf("device  cuda, %d ranks as processes, %s\n", ranks, name);
-    else printf("device  cuda, %d ranks as threads on %d x %s\n", ranks, gpus, name);
+    printf("device  cuda, %d rank%s as ", ranks, s_of(ranks));
+    if (ft_env_rank() >= 0) printf("processes, %s\n", name);
+    else printf("threads on %d x %s\n", gpus, name);
     return FT_OK;
 }
 
@@ -2452,8 +2456,9 @@ static ft_status print_layout(const program *p) {
     ft_pp_schedule *schedule;
     ft_status status;
     int v, stages = (int)(set->pp * set->virtual_stages);
-    printf("mesh    rank = (pp %lld x dp + dp %lld) x tp + tp %lld, %d ranks\n", (long long)set->pp,
-           (long long)set->dp, (long long)set->tp, rank_count(set));
+    printf("mesh    rank = (pp %lld x dp + dp %lld) x tp + tp %lld, %d rank%s\n",
+           (long long)set->pp, (long long)set->dp, (long long)set->tp, rank_count(set),
+           s_of(rank_count(set)));
     for (v = 0; v < stages; v++)
         printf("stage   %d, chunk %d: layers %lld to %lld%s%s\n", v % (int)set->pp,
                v / (int)set->pp, (long long)p->first_layer[v], (long long)p->first_layer[v + 1] - 1,
@@ -2467,8 +2472,8 @@ static ft_status print_layout(const program *p) {
 static void print_data(const program *p) {
     ft_io_format format = ft_io_data_format(p->data);
     char text[32];
-    printf("data    %s %s in %d files", thousands(ft_io_data_tokens(p->data), text),
-           format == FT_IO_FORMAT_BYTES ? "bytes" : "tokens", p->set.data.n);
+    printf("data    %s %s in %d file%s", thousands(ft_io_data_tokens(p->data), text),
+           format == FT_IO_FORMAT_BYTES ? "bytes" : "tokens", p->set.data.n, s_of(p->set.data.n));
     if (format != FT_IO_FORMAT_BYTES) printf(", %s", ft_io_format_name(format));
     if (ft_io_data_has_documents(p->data))
         printf(", documents apart in the loss%s", p->set.doc_mask ? " and in attention" : "");
@@ -2479,31 +2484,33 @@ static void print_settings(const program *p) {
     const settings *set = &p->set;
     const ft_llama_config *model = &p->model;
     char text[32];
-    printf("model   %lld layers, hidden %lld, %lld heads (%lld kv) of %lld, feed-forward %lld, "
+    printf("model   %lld layer%s, hidden %lld, %lld head%s (%lld kv) of %lld, feed-forward %lld, "
            "vocabulary %lld, embeddings %s: %s weights\n", (long long)model->layers,
-           (long long)model->hidden, (long long)model->heads, (long long)model->kv_heads,
+           s_of(model->layers), (long long)model->hidden, (long long)model->heads,
+           s_of(model->heads), (long long)model->kv_heads,
            (long long)model->head_dim, (long long)model->intermediate, (long long)model->vocab,
            model->tie_embeddings ? "tied" : "untied", thousands(ft_llama_param_total(model), text));
-    printf(
-        "batch   %lld dp ranks x %lld sequences x %lld micro-batches x %lld tokens = %s tokens a "
-        "step\n",
-        (long long)set->dp, (long long)set->micro_batch_size, (long long)set->micro_batches,
-        (long long)set->seq_len, thousands(tokens_of_step(set), text));
+    printf("batch   %lld dp rank%s x %lld sequence%s x %lld micro-batch%s x %lld token%s = %s "
+           "tokens a step\n", (long long)set->dp, s_of(set->dp), (long long)set->micro_batch_size,
+           s_of(set->micro_batch_size), (long long)set->micro_batches,
+           set->micro_batches == 1 ? "" : "es", (long long)set->seq_len, s_of(set->seq_len),
+           thousands(tokens_of_step(set), text));
     printf("memory  ZeRO-%lld, recompute %s, prefetch %lld, reduce-overlap %s, %s\n",
            (long long)set->zero_stage,
            set->sac == SAC_BUDGET ? "by budget" : set->sac == FT_SAC_FULL ? "full"
            : set->sac == FT_SAC_SELECTIVE ? "selective" : "none", (long long)set->prefetch,
            set->reduce_overlap ? "on" : "off", set->dtype == FT_BF16 ? "bf16" : "fp32");
-    printf("%s   %lld steps, lr %g %s, warm-up %lld, decay %g, clip %g, seed %lld\n",
-           set->optimizer ? "sgd  " : "adamw", (long long)set->steps, set->lr,
+    printf("%s   %lld step%s, lr %g %s, warm-up %lld, decay %g, clip %g, seed %lld\n",
+           set->optimizer ? "sgd  " : "adamw", (long long)set->steps, s_of(set->steps), set->lr,
            set->lr_schedule == FT_LR_LINEAR ? "linear" : set->lr_schedule == FT_LR_COSINE ? "cosine"
            : set->lr_schedule == FT_LR_WSD ? "wsd" : "constant", (long long)set->warmup,
            set->weight_decay, set->grad_clip, (long long)set->seed);
     if (set->init_from) printf("weights %s\n", set->init_from);
     if (p->data) print_data(p);
     if (p->data && ft_io_data_examples(p->data))
-        printf("rows    %lld examples in %lld rows of %lld tokens\n",
-               (long long)ft_io_data_examples(p->data), (long long)p->sampler.windows,
+        printf("rows    %lld example%s in %lld row%s of %lld tokens\n",
+               (long long)ft_io_data_examples(p->data), s_of(ft_io_data_examples(p->data)),
+               (long long)p->sampler.windows, s_of(p->sampler.windows),
                (long long)set->seq_len);
 }
 
@@ -2918,14 +2925,14 @@ static ft_status train_for_real(program *p) {
         print_products(p, &work);
         return FT_OK;
     }
-    printf("\ntrained %lld steps in %.1f s, %.0f tok/s: loss %.4f at first, %.4f at last (nats)\n",
-           (long long)steps, work.seconds,
+    printf("\ntrained %lld step%s in %.1f s, %.0f tok/s: loss %.4f at first, %.4f at last (nats)\n",
+           (long long)steps, s_of(steps), work.seconds,
            (double)(tokens_of_step(&p->set) * steps) / work.seconds, work.first_loss,
            work.report.loss);
     print_stop(p, &work);
     if (work.report.skipped > 0)
-        printf("skipped %lld updates whose gradient norm was not finite\n",
-               (long long)work.report.skipped);
+        printf("skipped %lld update%s whose gradient norm was not finite\n",
+               (long long)work.report.skipped, s_of(work.report.skipped));
     puts("\nrun: bytes of each rank at its peak");
     FT_TRY(print_memory(ranks, p->run));
     wrong = planned_wrong(ranks, p->plan, p->run);
@@ -2933,7 +2940,7 @@ static ft_status train_for_real(program *p) {
     print_gpu_memory(ranks, p->run);
     if (wrong == 0) puts("  equal to the plan, to the byte, on every rank");
     else printf("  NOT as planned on %d of %d ranks: please report this\n", wrong, ranks);
-    printf("\nbytes sent by each rank in %lld steps\n", (long long)steps);
+    printf("\nbytes sent by each rank in %lld step%s\n", (long long)steps, s_of(steps));
     FT_TRY(print_traffic(ranks, p->run));
     print_products(p, &work);
     return FT_OK;

@@ -82,7 +82,7 @@ fi
 # A launcher's process is one rank, with a GPU and its record alone.
 RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 run $small --micro-batch-size 8
 check "a launcher's only process" "$(cat "$dir/err")" \
-    grep -q '^device  cuda, 1 ranks as processes' "$dir/out"
+    grep -q '^device  cuda, 1 rank as processes' "$dir/out"
 refuse() { # WORDS FLAGS...
     words=$1
     shift
