@@ -205,7 +205,10 @@ if [ "${1:-}" = bench ]; then
         else echo "     ZeRO-$stage, 1b: $line"; fi
     done
     if has_torch; then
-        torchrun --nproc-per-node 2 --master-port 29620 tests/gpu/torch_peer.py fsdp 1b 2>&1 | tail -n 1
+        for masters in "" --masters; do
+            torchrun --nproc-per-node 2 --master-port 29620 tests/gpu/torch_peer.py fsdp 1b $masters 2>&1 |
+                tail -n 1
+        done
     fi
 fi
 echo "$passed passed, $failed failed"

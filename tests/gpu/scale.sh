@@ -85,8 +85,10 @@ for shape in $shapes; do
                     failed=$((failed + 1))
             done < <(layouts $n)
             if ((n > 1)) && has_torch; then
-                timeout 300 torchrun --nproc-per-node $n --master-port 29650 tests/gpu/torch_peer.py \
-                    fsdp $shape --mbs $mbs 2>&1 | tail -n 1
+                for masters in "" --masters; do
+                    timeout 300 torchrun --nproc-per-node $n --master-port 29650 \
+                        tests/gpu/torch_peer.py fsdp $shape --mbs $mbs $masters 2>&1 | tail -n 1
+                done
             fi
         done
         if ((n > 1)); then

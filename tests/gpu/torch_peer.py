@@ -4,11 +4,13 @@
     torch_peer.py same DIR [--steps 1000]      weights and batches into DIR, then trains on them
     torch_peer.py bench 1b|73m [--mbs 4] [--seq 4096] [--steps 10]
     torchrun --nproc-per-node N torch_peer.py fsdp 1b|8b [--mbs 4] [--seq 4096] [--steps 10]
+                                                   [--masters]
 
 same: fp32 master weights and bf16 autocast, AdamW, the same data, order and learning rates as
 train_same.c. bench: bf16 weights, every decoder layer compiled, SDPA with all of its kernels
 allowed, fused AdamW: tokens/s (median step) and peak memory. fsdp: the same under FSDP2, every
-layer a unit, bf16.
+layer a unit, all in bf16; with --masters weights, their gradients and moments are fp32, gathered
+and used in bf16.
 """
 
 import argparse
@@ -139,15 +141,17 @@ def bench(args):
 
 def fsdp(args):
     import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     rank = int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    model = build(args.shape, args.seq, torch.bfloat16)
+    model = build(args.shape, args.seq, torch.float32 if args.masters else torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for i, layer in enumerate(model.model.layers):
         model.model.layers[i] = torch.compile(layer)
-        fully_shard(model.model.layers[i])
-    fully_shard(model)
+        fully_shard(model.model.layers[i], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    torch.cuda.reset_peak_memory_stats()
     optimizer = torch.optim.AdamW(groups(model, 0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
 
     def wait():
@@ -156,9 +160,9 @@ def fsdp(args):
 
     rate = timed_steps(args, model, optimizer, wait)
     if rank == 0:
-        print("torch FSDP2 %s mbs %d x %d: %.0f tok/s a GPU, peak %.0f MiB" % (
-            args.shape, args.mbs, args.seq, rate, torch.cuda.max_memory_allocated() / 2**20),
-            flush=True)
+        print("torch FSDP2 %s%s mbs %d x %d: %.0f tok/s a GPU, peak %.0f MiB" % (
+            args.shape, ", fp32 masters," if args.masters else "", args.mbs, args.seq, rate,
+            torch.cuda.max_memory_allocated() / 2**20), flush=True)
     dist.destroy_process_group()
 
 
@@ -180,6 +184,7 @@ def main():
     three.add_argument("--mbs", type=int, default=4)
     three.add_argument("--seq", type=int, default=4096)
     three.add_argument("--steps", type=int, default=10)
+    three.add_argument("--masters", action="store_true")
     three.set_defaults(run=fsdp)
     args = parser.parse_args()
     args.run(args)
