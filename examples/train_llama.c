@@ -25,7 +25,7 @@
 
    SIGTERM and SIGINT end training after the running step, with a checkpoint where there is a
    directory for it: then the exit status is 0, without one 128 + the signal. A second signal ends
-   the program at once.
+   the program at once, and so does the first while ranks meet and weights are made or read.
 
    LETTERS  B batch (a micro-batch of one dp rank), T tokens of a sequence, V vocabulary, M
    micro-batches of a step, R ranks = dp * tp * pp. A step sees dp * B * M sequences.
@@ -1917,6 +1917,7 @@ static ft_status train_from_checkpoint(trainer *t) {
 
 static ft_status rank_main(ft_ctx *ctx, void *user) {
     job *work = (job *)user;
+    const int speaks = ft_rank(ctx) == 0 || ft_env_rank() >= 0; /* for its process */
     uint64_t hash;
     trainer t;
     memset(&t, 0, sizeof t);
@@ -1925,10 +1926,11 @@ static ft_status rank_main(ft_ctx *ctx, void *user) {
     FT_TRY(trainer_create(&t));
     if (work->eval) FT_TRY(ft_group_strided(ctx, "eval", 0, 1, ft_world(ctx), &t.world));
     FT_TRY(load_weights(&t));
+    if (work->sampler && speaks) catch_signals();
     FT_TRY(checkpoint_close(&t, train_from_checkpoint(&t)));
     FT_TRY(keep_result(&t));
     if (!work->sampler) return FT_OK;
-    if (ft_rank(ctx) == 0 || ft_env_rank() >= 0) release_signals();
+    if (speaks) release_signals();
     if (ft_env_rank() >= 0) FT_TRY(share_results(&t));
     if (ft_rank(ctx) == 0 && work->line_open) putchar('\n');
     if (ft_rank(ctx) == 0) work->line_open = 0;
@@ -2910,7 +2912,6 @@ static ft_status train_for_real(program *p) {
     for (r = 0; r < ranks; r++) work.step_flops += p->plan[r].step_flops;
     putchar('\n');
     fflush(stdout);
-    catch_signals();
     status = launch(&work, (ft_device)p->set.device);
     p->line_open = work.line_open;
     p->log = work.log;

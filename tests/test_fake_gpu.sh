@@ -83,6 +83,14 @@ fi
 RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 run $small --micro-batch-size 8
 check "a launcher's only process" "$(cat "$dir/err")" \
     grep -q '^device  cuda, 1 rank as processes' "$dir/out"
+
+# A signal while it waits for the other ends it at once.
+# shellcheck disable=SC2086
+RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 timeout --preserve-status -k 20 2 "$trainer" \
+    $small --dp 2 --micro-batch-size 4 > "$dir/out" 2> "$dir/err"
+status=$?
+check "SIGTERM while ranks meet" "exit status $status" [ $status = 143 ]
+
 refuse() { # WORDS FLAGS...
     words=$1
     shift
