@@ -4,8 +4,11 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.."
 mkdir -p build
-make build/train_llama_cuda ${GPU_ARCH:+GPU_ARCH="$GPU_ARCH"} > build/bench_build.log 2>&1 ||
+arch=${GPU_ARCH:+GPU_ARCH=$GPU_ARCH}
+make build/train_llama_cuda ${arch:+"$arch"} > build/bench_build.log 2>&1 ||
     { tail build/bench_build.log; exit 1; }
+make -k build/gpu/test_kernels build/gpu/test_attention build/gpu/train_same ${arch:+"$arch"} \
+    >> build/bench_build.log 2>&1 || echo "not all was built, see build/bench_build.log"
 . tests/gpu/speed.sh
 
 timed "73m mbs 8 x 1024" 1 $shape_73m --micro-batch-size 8 --seq-len 1024

@@ -24,7 +24,7 @@ timed() {
             tail -n +4 | sort -n | awk -v name="$name" -v gpus="$gpus" '
                 {rate[NR] = $1; mfu[NR] = $2; peak = $3}
                 END {k = int((NR + 1) / 2)
-                     printf "ours  %s: %d tok/s a GPU, MFU %s, peak %d MiB\n", name, rate[k] / gpus,
+                     printf "ours  %s: %d tok/s a GPU, MFU %s, peak %.0f MiB\n", name, rate[k] / gpus,
                             mfu[k], peak}'
         return
     fi
