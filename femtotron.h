@@ -543,9 +543,10 @@ FT_API ft_status ft_mesh_group(ft_ctx *ctx, const ft_mesh *mesh, ft_axis axis, c
    rank order in fp32 and round once to the dtype. (Over NCCL sums are its own, which agree to the
    bit for two ranks, and a disagreement is told later, by a watchdog or where a stream is waited
    for: of kinds and sizes that are new to the group's members, at once; of others at the group's
-   next 256th call, or in FT_ERR_TIMEOUT where NCCL hangs. Telling it takes a gather of 32 bytes a
-   member before such a call, which `sent` leaves out.) `sent` = bytes this rank puts on the wire,
-   with N = bytes of the whole tensor; it is counted per group and kind. */
+   next 256th call, or in FT_ERR_TIMEOUT where NCCL hangs and nothing moves on any group. Telling it
+   takes a gather of 32 bytes a member before such a call, which `sent` leaves out.) `sent` = bytes
+   this rank puts on the wire, with N = bytes of the whole tensor; it is counted per group and
+   kind. */
 FT_API ft_status ft_all_gather(ft_group *group, ft_stream *stream, const ft_tensor *shard,
                                ft_tensor *full);
 /* full[R * n] = the members' shard[n] in group order. In place if shard is a view of full at this
@@ -572,8 +573,10 @@ typedef struct ft_p2p {
 FT_API ft_status ft_exchange(ft_group *group, ft_stream *stream, int n, const ft_p2p *ops);
 /* Sends and receives as one: none waits for another, so that no order of ops deadlocks. Between two
    ranks messages match in order. A send counts as one call; sent: N, to oneself 0. Over NCCL only
-   the receiver is told of another size, only where that is new between the two, and, where it wants
-   more than is sent, after timeout_s. */
+   the receiver is told of another size, and only where that is new between the two: where it wants
+   more than is sent, after most of timeout_s. Where a size that is new is sent to one who wants a
+   smaller, known one, the receiver takes 32 bytes of an announcement for data, and the sender ends
+   in FT_ERR_TIMEOUT; two sizes that were both seen before are not compared. */
 
 FT_API ft_status ft_agree(ft_group *group, const char *what, uint64_t value);
 /* Host-side check: FT_ERR_COMM on every member, naming ranks and values, unless all pass the same
@@ -10317,8 +10320,8 @@ static ft_status ft__gpu_sync_run(ft_stream *s)
     FT__CUDA(cudaMemcpyAsync(g->fault_host, g->fault, 3 * FTK_FAULTS * sizeof(uint64_t),
                              cudaMemcpyDeviceToHost, ft__native(s)));
     FT__CUDA(cudaStreamSynchronize(ft__native(s)));
+    FT_TRY(ft__nccl_heard(s->ctx)); /* first: what the watchdog heard before has failed the world */
     FT_TRY(ft__gpu_aborted(s));
-    FT_TRY(ft__nccl_heard(s->ctx));
     return ft__gpu_fault(g);
 }
 
@@ -11117,8 +11120,9 @@ static ft_status ft__gpu_await(ft_stream *s, void *signal)
    gather of 32 bytes a member, and every 256th call is, with a hash of all calls before; a message
    is announced to its receiver the first time that it has its size, by 32 bytes before it. No host
    waits for that: the watchdog compares, and so does whoever waits for a stream. A receiver that
-   wants more than is sent hangs with the announcement already in its memory: so where nothing moves
-   any more the watchdog looks there, on a stream of its own, before it says "time-out". */
+   wants more than is sent hangs with the announcement already in its memory: so where nothing has
+   moved for three quarters of timeout_s the watchdog looks there, on a stream of its own. What is
+   there in two looks, one tick after the other, has come whole. */
 
 #if defined(FT_NCCL) && !defined(FT_CUDA)
 #error "FT_NCCL needs FT_CUDA: nvcc -DFT_CUDA -DFT_NCCL ... -lcublasLt -lnccl"
@@ -11128,7 +11132,7 @@ static ft_status ft__gpu_await(ft_stream *s, void *signal)
 
 #include <nccl.h>
 
-enum { FT__NCCL_PERIOD = 256, FT__NCCL_MARKS = 32, FT__NCCL_NOTICES = 8 };
+enum { FT__NCCL_PERIOD = 256, FT__NCCL_MARKS = 256, FT__NCCL_NOTICES = 8 };
 
 typedef struct ft__nccl_sign { /* what a member asks for, as it is sent: 32 bytes */
     uint64_t magic;            /* what lies elsewhere came from another call */
@@ -11145,8 +11149,9 @@ struct ft__nccl_notice {
     ft__nccl_notice *next;
     cudaEvent_t come;          /* what others ask for is in `signs` */
     int n, room, busy;         /* pairs of signs: used, allocated; busy: not compared yet */
-    ft__nccl_sign *signs;      /* [3 room] pinned: what is expected, what came, a look at it */
+    ft__nccl_sign *signs;      /* [4 room] pinned: what is expected, what came, two looks at it */
     ft__nccl_sign *on_gpu;     /* [2 room] */
+    int looking, looks;        /* one is under way; how many there were, of the present use */
     int *peers;                /* [room] members that are to ask for the same; -1: none, a send */
 };
 
@@ -11176,12 +11181,13 @@ struct ft__nccl_rank { /* of a context */
     pthread_cond_t changed;
     pthread_t watchdog;
     cudaStream_t look;         /* the watchdog's */
-    int watching, stop, aborted;
+    int watching, stop, aborted, looking;
     ft_group *groups[FT__NCCL_GROUPS];
     int n_groups;
     pthread_t aborts[FT__NCCL_GROUPS + 1];
     int n_aborts;
-    ncclComm_t unaborted;
+    ncclComm_t unaborted[FT__NCCL_GROUPS + 1]; /* for want of a thread */
+    int n_unaborted;
     struct timespec moved;     /* when anything was last seen to end, or to be queued from idle */
 };
 
@@ -11262,8 +11268,9 @@ static double ft__nccl_since(const struct timespec *then)
     return (double)(now.tv_sec - then->tv_sec) + 1e-9 * (double)(now.tv_nsec - then->tv_nsec);
 }
 
-/* Notes what has ended. Lock held. The text of the first that has not, NULL if nothing is out. */
-static const char *ft__nccl_look(struct ft__nccl_rank *n)
+/* Notes what has ended. Lock held. The text of the first marked call that has not, NULL if none is
+   out. */
+static const char *ft__nccl_done(struct ft__nccl_rank *n)
 {
     const char *waits = NULL;
     for (int i = 0; i < n->n_groups; i++) {
@@ -11314,7 +11321,7 @@ static void ft__nccl_abort_start(struct ft__nccl_rank *n, ncclComm_t comm)
     if (!comm) return;
     if (n->n_aborts < FT__NCCL_GROUPS + 1 &&
         ft__thread_start(&n->aborts[n->n_aborts], ft__nccl_abort_one, comm) == 0) n->n_aborts++;
-    else n->unaborted = comm;
+    else n->unaborted[n->n_unaborted++] = comm;
 }
 
 /* Lock held. Kernels of an aborted communicator end, and with them what waits for them. */
@@ -11324,16 +11331,21 @@ static void ft__nccl_abort(struct ft__nccl_rank *n)
     n->aborted = 1;
     for (int i = 0; i < n->n_groups; i++) ft__nccl_abort_start(n, n->groups[i]->nccl->comm);
     ft__nccl_abort_start(n, n->world);
-    if (n->unaborted) (void)ncclCommAbort(n->unaborted);
+    for (int i = 0; i < n->n_unaborted; i++) (void)ncclCommAbort(n->unaborted[i]);
     n->world = NULL;
     for (int i = 0; i < n->n_groups; i++) n->groups[i]->nccl->comm = NULL;
 }
 
 static int ft__nccl_sign_is(const ft__nccl_sign *sign) { return sign->magic == FT__NCCL_MAGIC; }
 
-static void ft__nccl_sign_text(char *text, const ft__nccl_sign *sign)
+static void ft__nccl_sign_text(char *text, const ft__nccl_sign *sign, int is_own)
 {
     ft__post post;
+    if (is_own && sign->kind == FT_SEND) { /* only receivers compare */
+        ft__append(text, "receive of %lld %s elements", (long long)sign->elems,
+                   ft_dtype_name((ft_dtype)sign->dtype));
+        return;
+    }
     memset(&post, 0, sizeof post);
     post.kind = sign->kind;
     post.dtype = (ft_dtype)sign->dtype;
@@ -11342,21 +11354,27 @@ static void ft__nccl_sign_text(char *text, const ft__nccl_sign *sign)
     ft__post_text(text, &post);
 }
 
-/* With what has come; one that is still to come, as far as a look tells, is left out. */
+/* What a look finds of one that has not come whole is left out. */
+static int ft__nccl_sign_comes(const ft__nccl_sign *last, const ft__nccl_sign *now)
+{
+    static const ft__nccl_sign nothing;
+    return memcmp(now, &nothing, sizeof *now) == 0 || memcmp(now, last, sizeof *now) != 0;
+}
+
 static ft_status ft__nccl_compare(const ft_group *g, const ft__nccl_notice *notice, int is_look)
 {
     for (int i = 0; i < notice->n; i++) {
         const ft__nccl_sign *own = &notice->signs[i];
-        const ft__nccl_sign *other = own + (is_look ? 2 : 1) * notice->room;
+        const ft__nccl_sign *other = own + (is_look ? 3 : 1) * notice->room;
         char text[FT__TEXT_BYTES] = "ranks disagree";
         if (notice->peers[i] < 0 || memcmp(own, other, sizeof *own) == 0) continue;
-        if (is_look && !ft__nccl_sign_is(other)) continue;
+        if (is_look && ft__nccl_sign_comes(own + 2 * notice->room, other)) continue;
         ft__append(text, " on group \"%.60s\" of %d: rank %d of it asks for ", g->name, g->n,
                    g->rank);
-        ft__nccl_sign_text(text, own);
+        ft__nccl_sign_text(text, own, 1);
         if (ft__nccl_sign_is(other)) {
             ft__append(text, ", rank %d for ", notice->peers[i]);
-            ft__nccl_sign_text(text, other);
+            ft__nccl_sign_text(text, other, 0);
             if (own->order != other->order) ft__append(text, ", after other calls");
         } else {
             ft__append(text, ", rank %d is in another call", notice->peers[i]);
@@ -11393,43 +11411,44 @@ static ft_status ft__nccl_heard(ft_ctx *ctx)
     return status;
 }
 
-/* What came so far of announcements whose calls do not end. A copy that does not end either, as
-   streams may share a queue, is given up after a second. Lock held. */
-static cudaError_t ft__nccl_look_copy(struct ft__nccl_rank *n)
+/* Looks at what came so far of announcements whose calls do not end. The copy may be slow to end,
+   as streams may share a queue: it is not waited for. Lock held. */
+static void ft__nccl_look_begin(struct ft__nccl_rank *n)
 {
-    const struct timespec pause = { 0, 10000000 };
-    cudaError_t error = cudaSuccess;
     for (int i = 0; i < n->n_groups; i++)
-        for (ft__nccl_notice *c = n->groups[i]->nccl->notices; c && error == cudaSuccess;
-             c = c->next)
-            if (c->busy)
-                error = cudaMemcpyAsync(c->signs + 2 * c->room, c->on_gpu + c->room,
-                                        (size_t)c->n * sizeof *c->signs, cudaMemcpyDeviceToHost,
-                                        n->look);
-    if (error == cudaSuccess) error = cudaErrorNotReady;
-    for (int k = 0; k < 100 && error == cudaErrorNotReady; k++) {
-        nanosleep(&pause, NULL);
-        error = cudaStreamQuery(n->look);
-    }
-    return error;
+        for (ft__nccl_notice *c = n->groups[i]->nccl->notices; c; c = c->next) {
+            if (!c->busy) continue;
+            c->looking = cudaMemcpyAsync(c->signs + 3 * c->room, c->on_gpu + c->room,
+                                         (size_t)c->n * sizeof *c->signs, cudaMemcpyDefault,
+                                         n->look) == cudaSuccess;
+            n->looking |= c->looking;
+        }
 }
 
-static ft_status ft__nccl_look_behind(struct ft__nccl_rank *n)
+static ft_status ft__nccl_look_end(struct ft__nccl_rank *n)
 {
-    if (ft__nccl_look_copy(n) != cudaSuccess) return FT_OK;
+    ft_status status = FT_OK;
+    if (!n->looking || cudaStreamQuery(n->look) != cudaSuccess) return FT_OK;
+    n->looking = 0;
     for (int i = 0; i < n->n_groups; i++)
-        for (ft__nccl_notice *c = n->groups[i]->nccl->notices; c; c = c->next)
-            if (c->busy) FT_TRY(ft__nccl_compare(n->groups[i], c, 1));
-    return FT_OK;
+        for (ft__nccl_notice *c = n->groups[i]->nccl->notices; c; c = c->next) {
+            if (!c->busy || !c->looking) continue;
+            if (c->looks++ && status == FT_OK) status = ft__nccl_compare(n->groups[i], c, 1);
+            memcpy(c->signs + 2 * c->room, c->signs + 3 * c->room, (size_t)c->n * sizeof *c->signs);
+            c->looking = 0;
+        }
+    return status;
 }
 
 /* Lock held. */
 static void ft__nccl_watch(struct ft__nccl_rank *n)
 {
-    const char *waits = ft__nccl_look(n);
+    const char *waits = ft__nccl_done(n);
     ncclResult_t state = ft__nccl_state(n);
-    double limit = n->ctx->config.timeout_s;
+    const double limit = n->ctx->config.timeout_s, still = waits ? ft__nccl_since(&n->moved) : 0;
     ft_status status = ft__nccl_compare_all(n);
+    if (status == FT_OK) status = ft__nccl_look_end(n);
+    if (still > 0.75 * limit && !n->looking) ft__nccl_look_begin(n);
     if (ft__nccl_world_aborted(n->ctx)) {
         ft__nccl_abort(n);
         return;
@@ -11439,11 +11458,9 @@ static void ft__nccl_watch(struct ft__nccl_rank *n)
     } else if (state != ncclSuccess) {
         status = ft_error(FT_ERR_PEER, "%s: NCCL says %s; a peer died or the network failed",
                  waits ? waits : "between collectives", ncclGetErrorString(state));
-    } else if (waits && ft__nccl_since(&n->moved) > limit) {
-        status = ft__nccl_look_behind(n);
-        if (status == FT_OK)
-            status = ft_error(FT_ERR_TIMEOUT, "%s: nothing moved for %g s; a peer has died, is "
-                              "stuck, or asked for other sizes", waits, limit);
+    } else if (still > limit) {
+        status = ft_error(FT_ERR_TIMEOUT, "%s: nothing moved for %g s; a peer has died, is stuck, "
+                          "or asked for other sizes", waits, limit);
     } else {
         return;
     }
@@ -11510,6 +11527,14 @@ static ft_status ft__nccl_begin(ft_ctx *ctx)
     return FT_OK;
 }
 
+/* Whoever does not come to leave is not waited for. */
+static void ft__nccl_leave(const ft_ctx *ctx, ncclComm_t comm, const char *what)
+{
+    ncclResult_t result = ncclCommFinalize(comm);
+    if (ft__nccl_settle(ctx, comm, result, what) == FT_OK) (void)ncclCommDestroy(comm);
+    else (void)ncclCommAbort(comm);
+}
+
 static void ft__nccl_end(ft_ctx *ctx)
 {
     struct ft__nccl_rank *n = ctx->nccl;
@@ -11525,17 +11550,13 @@ static void ft__nccl_end(ft_ctx *ctx)
     for (int i = 0; i < n->n_groups; i++) {
         struct ft__nccl *c = n->groups[i]->nccl;
         if (c->comm) {
-            (void)ncclCommFinalize(c->comm);
-            (void)ft__nccl_settle(ctx, c->comm, ncclSuccess, "leaving a group");
-            (void)ncclCommDestroy(c->comm);
+            ft__nccl_leave(ctx, c->comm, "leaving a group");
         }
         ft__nccl_free(c);
         n->groups[i]->nccl = NULL;
     }
     if (n->world) {
-        (void)ncclCommFinalize(n->world);
-        (void)ft__nccl_settle(ctx, n->world, ncclSuccess, "leaving the world");
-        (void)ncclCommDestroy(n->world);
+        ft__nccl_leave(ctx, n->world, "leaving the world");
     }
     if (n->words) (void)cudaFree(n->words);
     pthread_cond_destroy(&n->changed);
@@ -11558,8 +11579,8 @@ static ft_status ft__nccl_over(const ft_ctx *ctx, cudaStream_t stream)
         if (error != cudaErrorNotReady) return ft__gpu_error(error, "making a group");
         FT_TRY(ft__world_ok(ctx));
         if (ft__nccl_since(&begin) > ctx->config.timeout_s)
-            return ft_error(FT_ERR_TIMEOUT, "making a group: its first member did not come within "
-                            "%g s", ctx->config.timeout_s);
+            return ft_error(FT_ERR_TIMEOUT, "making a group: a member did not come within %g s",
+                            ctx->config.timeout_s);
         nanosleep(&pause, NULL);
     }
 }
@@ -11573,12 +11594,19 @@ static ft_status ft__nccl_share_id(ft_ctx *ctx, int n, const int *ranks, int mem
         FT__NCCL(ncclGetUniqueId(id));
         FT__CUDA(cudaMemcpyAsync(r->words, id, sizeof *id, cudaMemcpyHostToDevice, stream));
     }
-    FT__NCCL(ncclGroupStart());
-    for (int i = 1; i < n && member == 0; i++)
-        FT__NCCL(ncclSend(r->words, sizeof *id, ncclUint8, ranks[i], r->world, stream));
-    if (member > 0) FT__NCCL(ncclRecv(r->words, sizeof *id, ncclUint8, ranks[0], r->world, stream));
-    ncclResult_t result = ncclGroupEnd();
-    FT_TRY(ft__nccl_settle(ctx, r->world, result, "sharing a group's id"));
+    ncclResult_t result = ncclInvalidUsage, ended = ncclSuccess;
+    pthread_mutex_lock(&r->lock);
+    ncclComm_t world = r->world; /* NULL once aborted */
+    if (world) result = ncclGroupStart();
+    for (int i = 1; i < n && member == 0 && ft__nccl_taken(result); i++)
+        result = ncclSend(r->words, sizeof *id, ncclUint8, ranks[i], world, stream);
+    if (member > 0 && ft__nccl_taken(result))
+        result = ncclRecv(r->words, sizeof *id, ncclUint8, ranks[0], world, stream);
+    if (world) ended = ncclGroupEnd();
+    pthread_mutex_unlock(&r->lock);
+    if (!world) return ft_error(FT_ERR_PEER, "making a group: given up, as another call failed");
+    FT_TRY(ft__nccl_settle(ctx, world, ft__nccl_taken(result) ? ended : result,
+                           "sharing a group's id"));
     FT_TRY(ft__nccl_over(ctx, stream));
     FT__CUDA(cudaMemcpy(id, r->words, sizeof *id, cudaMemcpyDeviceToHost));
     return FT_OK;
@@ -11597,9 +11625,9 @@ static ft_status ft__nccl_notice_create(ft_group *g, int n)
     c->peers = (int *)ft__zalloc((size_t)n * sizeof *c->peers);
     if (!c->peers) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
     FT__CUDA(cudaEventCreateWithFlags(&c->come, cudaEventDisableTiming));
-    FT__CUDA(cudaMallocHost((void **)&c->signs, 3 * bytes));
+    FT__CUDA(cudaMallocHost((void **)&c->signs, 4 * bytes));
     FT__CUDA(cudaMalloc((void **)&c->on_gpu, 2 * bytes));
-    memset(c->signs, 0, 3 * bytes);
+    memset(c->signs, 0, 4 * bytes);
     FT__CUDA(cudaMemcpy(c->on_gpu, c->signs, 2 * bytes, cudaMemcpyHostToDevice));
     c->room = n;
     return FT_OK;
@@ -11673,17 +11701,16 @@ static ncclResult_t ft__nccl_call(ft_group *g, cudaStream_t stream, const ft__po
     }
 }
 
-/* A mark for the call that was queued. A host that runs far ahead leaves them all along the way:
-   where all are out every second one is given up, and fewer calls get one. Lock held. */
+/* A mark for the call that was queued, not yet out. A host that runs far ahead leaves them all
+   along the way: where all are out every second one is given up, and fewer calls get one. Lock
+   held. */
 static ft__nccl_mark *ft__nccl_mark_next(struct ft__nccl *c)
 {
     ft__nccl_mark *given_up[FT__NCCL_MARKS / 2];
     if (!c->out && !c->newest_out) c->stride = 1;
-    if (++c->skipped < c->stride) {
-        c->newest_out = 1;
-        return c->marks[FT__NCCL_MARKS];
-    }
-    c->skipped = c->newest_out = 0;
+    if (c->out < FT__NCCL_MARKS / 4 && c->stride > 1) c->stride /= 2;
+    if (++c->skipped < c->stride) return c->marks[FT__NCCL_MARKS];
+    c->skipped = 0;
     if (c->out == FT__NCCL_MARKS) {
         for (int k = 0; k < FT__NCCL_MARKS / 2; k++) {
             given_up[k] = c->marks[2 * k + 1];
@@ -11693,7 +11720,7 @@ static ft__nccl_mark *ft__nccl_mark_next(struct ft__nccl *c)
         c->out = FT__NCCL_MARKS / 2;
         c->stride *= 2;
     }
-    return c->marks[c->out++];
+    return c->marks[c->out];
 }
 
 /* Waits until a call that was made is taken. */
@@ -11712,15 +11739,21 @@ static ft_status ft__nccl_queued(ft_group *g, ft_stream *s, ncclResult_t result)
     struct ft__nccl *c = g->nccl;
     FT_TRY(ft__nccl_settle_group(g, result));
     pthread_mutex_lock(&r->lock);
+    ft__nccl_mark *mark = ft__nccl_mark_next(c);
+    const int is_newest = mark == c->marks[FT__NCCL_MARKS];
+    memcpy(mark->what, c->what, sizeof mark->what);
+    pthread_mutex_unlock(&r->lock);
+    cudaError_t error = cudaEventRecord(mark->done, ft__native(s)); /* may wait: no lock */
+    if (error != cudaSuccess) return ft__gpu_error(error, mark->what);
+    pthread_mutex_lock(&r->lock);
     int idle = 1;
     for (int i = 0; i < r->n_groups; i++)
         idle = idle && !r->groups[i]->nccl->out && !r->groups[i]->nccl->newest_out;
     if (idle) clock_gettime(FT__CLOCK, &r->moved);
-    ft__nccl_mark *mark = ft__nccl_mark_next(c);
-    memcpy(mark->what, c->what, sizeof mark->what);
-    cudaError_t error = cudaEventRecord(mark->done, ft__native(s));
+    c->newest_out = is_newest;
+    if (!is_newest) c->out++; /* marks that came meanwhile moved this one along */
     pthread_mutex_unlock(&r->lock);
-    return error == cudaSuccess ? FT_OK : ft__gpu_error(error, c->what);
+    return FT_OK;
 }
 
 static ft_status ft__nccl_ready(ft_group *g)
@@ -11783,32 +11816,22 @@ static ft_status ft__nccl_is_new(ft_group *g, const ft__nccl_sign *sign, int pee
     return FT_OK;
 }
 
-/* A notice with room for n pairs that is not under way: the host waits for the last of those that
-   are where none is free. An exchange of very many messages gets one of its own. */
+/* A notice with room for n pairs that is not under way; one more where there is none, since waiting
+   could be for what this rank is yet to do. */
 static ft_status ft__nccl_notice_get(ft_group *g, int n, ft__nccl_notice **out)
 {
     struct ft__nccl_rank *r = g->ctx->nccl;
-    for (;;) {
-        ft__nccl_notice *c, *last = NULL;
-        pthread_mutex_lock(&r->lock);
-        for (c = g->nccl->notices; c; c = c->next) {
-            if (c->room >= n) last = c;
-            if (c->room >= n && !c->busy) break;
-        }
-        pthread_mutex_unlock(&r->lock);
-        if (c) {
-            c->n = n;
-            *out = c;
-            return FT_OK;
-        }
-        if (last) {
-            FT__CUDA(cudaEventSynchronize(last->come));
-            FT_TRY(ft__nccl_heard(g->ctx));
-            FT_TRY(ft__world_ok(g->ctx));
-        } else {
-            FT_TRY(ft__nccl_notice_create(g, n));
-        }
+    ft__nccl_notice *c;
+    pthread_mutex_lock(&r->lock);
+    for (c = g->nccl->notices; c && (c->busy || c->room < n); c = c->next) {}
+    pthread_mutex_unlock(&r->lock);
+    if (!c) {
+        FT_TRY(ft__nccl_notice_create(g, n > 16 ? n : 16));
+        c = g->nccl->notices; /* only this thread adds any */
     }
+    c->n = n;
+    *out = c;
+    return FT_OK;
 }
 
 static ft_status ft__nccl_notice_begin(const ft__nccl_notice *c, int n, cudaStream_t stream)
@@ -11828,6 +11851,7 @@ static ft_status ft__nccl_notice_end(ft_group *g, ft__nccl_notice *c, cudaStream
     FT__CUDA(cudaEventRecord(c->come, stream));
     pthread_mutex_lock(&g->ctx->nccl->lock);
     c->busy = 1;
+    c->looking = c->looks = 0;
     g->nccl->busy++;
     pthread_mutex_unlock(&g->ctx->nccl->lock);
     return FT_OK;
@@ -11931,22 +11955,23 @@ static ncclResult_t ft__nccl_call_messages(ft_group *g, cudaStream_t stream, con
 static ft_status ft__nccl_announce_messages(ft_group *g, ft_stream *s, const ft__message *m,
                                             int64_t n, ft__nccl_notice **out)
 {
-    ft__nccl_notice *notice;
-    int any = 0;
+    ft__nccl_notice *notice = NULL;
     *out = NULL;
-    if (n == 0) return FT_OK;
-    FT_TRY(ft__nccl_notice_get(g, (int)n, &notice));
     for (int64_t i = 0; i < n; i++) {
         ft__nccl_sign sign = ft__nccl_sign_make(FT_SEND, m[i].dtype, m[i].elems, 0);
         int is_new;
         FT_TRY(ft__nccl_is_new(g, &sign, m[i].is_send ? m[i].to : m[i].from, m[i].is_send,
                                &is_new));
-        if (!is_new) sign.magic = 0; /* it is not announced */
+        if (!is_new) continue;
+        if (!notice) {
+            FT_TRY(ft__nccl_notice_get(g, (int)n, &notice));
+            memset(notice->signs, 0, (size_t)n * sizeof *notice->signs); /* none is announced */
+            for (int64_t k = 0; k < n; k++) notice->peers[k] = -1;
+        }
         notice->signs[i] = sign;
-        notice->peers[i] = is_new && !m[i].is_send ? m[i].from : -1;
-        any |= is_new;
+        if (!m[i].is_send) notice->peers[i] = m[i].from;
     }
-    if (!any) return FT_OK;
+    if (!notice) return FT_OK;
     FT_TRY(ft__nccl_notice_begin(notice, (int)n, ft__native(s)));
     *out = notice;
     return FT_OK;

@@ -236,6 +236,34 @@ static ft_status many_messages(ft_ctx *ctx, void *user)
     return FT_OK;
 }
 
+/* Rank 0's messages in one group wait for what it does afterwards in another. */
+static ft_status crossed(ft_ctx *ctx, void *user)
+{
+    ft_stream *s = ft_stream_get(ctx, FT_STREAM_PIPE);
+    ft_stream *other = ft_stream_get(ctx, FT_STREAM_GATHER);
+    const int me = ft_rank(ctx);
+    ft_group *g, *h;
+    ft_tensor *go;
+    (void)user;
+    FT_TRY(ft_group_strided(ctx, "first", 0, 1, 2, &g));
+    FT_TRY(ft_group_strided(ctx, "second", 0, 1, 2, &h));
+    FT_TRY(make(ctx, 3, FT_F32, 1, 0, &go));
+    FT_TRY(ft_sync(ctx));
+    const ft_p2p then = {!me, !me, go};
+    if (me == 1) {
+        FT_TRY(ft_exchange(h, other, 1, &then));
+        FT_TRY(ft_sync(ctx));
+    }
+    for (int64_t n = 1; n <= 30; n++) {
+        ft_tensor *t;
+        FT_TRY(make(ctx, n, FT_F32, (float)me, 0, &t));
+        const ft_p2p op = {!me, me, t};
+        FT_TRY(ft_exchange(g, s, 1, &op));
+    }
+    if (me == 0) FT_TRY(ft_exchange(h, other, 1, &then));
+    return ft_sync(ctx);
+}
+
 static void messages_arrive(void **state)
 {
     (void)state;
@@ -243,6 +271,7 @@ static void messages_arrive(void **state)
     run(5, ring, NULL);
     run(2, pairings, NULL);
     run(2, many_messages, NULL);
+    run(2, crossed, NULL);
 }
 
 static void processes_launch_again_and_again(void **state)
@@ -340,9 +369,24 @@ static ft_status quarrel_run(ft_ctx *ctx, const char *what)
         FT_TRY(ft_all_gather(g, s, half, halves));
         for (int i = 0; i < 2; i++)
             FT_TRY(ft_all_gather(g, s, odd ? half : small, odd ? halves : smalls));
+    } else if (!strcmp(what, "message, third")) { /* of five only this one differs */
+        ft_tensor *parts[5];
+        ft_p2p ops[5];
+        for (int i = 0; i < 5; i++) {
+            FT_TRY(make(ctx, 40 + i + (odd && i == 2 ? 60 : 0), FT_F32, 1, 0, &parts[i]));
+            ops[i] = (ft_p2p){!me, !me, parts[i]};
+        }
+        FT_TRY(ft_sync(ctx));
+        FT_TRY(ft_exchange(g, s, 5, ops));
+    } else if (!strcmp(what, "message, new and old")) { /* sent what is known, wanted what is new */
+        for (int i = 0; i < 2; i++) {
+            const ft_p2p op = {!me, !me, odd && i ? large : small};
+            FT_TRY(ft_exchange(g, s, 1, &op));
+        }
     } else if (!strncmp(what, "message", 7)) {
         const int more = !strcmp(what, "message, more");
-        const ft_p2p send = {n - 1, 1, more ? large : small}, receive = {0, 0, more ? small : large};
+        const ft_p2p send = {n - 1, 1, more ? large : small};
+        const ft_p2p receive = {0, 0, more ? small : large};
         if (me == 0) FT_TRY(ft_exchange(g, s, 1, &send));
         if (odd) FT_TRY(ft_exchange(g, s, 1, &receive));
     } else if (!strcmp(what, "alone with a message")) {
@@ -389,8 +433,10 @@ static const char *const quarrels[][3] = {
     {"dtype", "all-gather of 16 fp32", "all-gather of 16 bf16"},
     {"kind", "all-gather of 16 fp32", "reduce-scatter of 16 fp32"},
     {"root", "broadcast of 8 fp32 elements from group rank 0", "from group rank 1"},
-    {"message, less", "send of 8 fp32", "send of 16 fp32"},
-    {"message, more", "send of 8 fp32", "send of 16 fp32"},
+    {"message, less", "receive of 16 fp32", "send of 8 fp32"},
+    {"message, more", "receive of 8 fp32", "send of 16 fp32"},
+    {"message, third", "receive of 102 fp32", "send of 42 fp32"},
+    {"message, new and old", "receive of 16 fp32", "rank 0 is in another call"},
     {"turn", "all-gather of", "after other calls"},
     {"turn of roots", "broadcast of 8 fp32 elements from group rank", "after other calls"},
     {"new and old", "all-gather of 16 fp32", "rank 1 is in another call"},
@@ -469,28 +515,60 @@ static void who_does_not_come_is_missed(void **state)
     assert_int_equal(ranks[2].status, FT_ERR_DATA);
 }
 
-/* 60 calls of 40 ms are queued at once, with a time-out of a second: the GPU is slow, not stuck. */
+/* The last rank fails while the others make groups. */
+static ft_status fails_among_groups(ft_ctx *ctx, void *user)
+{
+    const int n = ft_world(ctx);
+    (void)user;
+    if (ft_rank(ctx) == n - 1) {
+        const struct timespec while_ = {0, 20000000};
+        nanosleep(&while_, NULL);
+        return ft_error(FT_ERR_DATA, "of its own");
+    }
+    for (int i = 0; i < 60; i++) {
+        char name[16];
+        ft_group *g;
+        snprintf(name, sizeof name, "group %d", i);
+        FT_TRY(ft_group_strided(ctx, name, 0, 1, n - 1, &g));
+    }
+    return ft_sync(ctx);
+}
+
+static void a_rank_may_fail_while_groups_are_made(void **state)
+{
+    ft_config config = over_nccl(3, 5);
+    (void)state;
+    for (int i = 0; i < 20; i++) {
+        assert_int_equal(ft_launch(&config, fails_among_groups, NULL), FT_ERR_DATA);
+        assert_non_null(strstr(ft_last_error(), "rank 2: of its own"));
+    }
+}
+
+/* Many calls are queued at once, with a time-out of a second: the GPU is slow, not stuck. */
 static ft_status run_ahead(ft_ctx *ctx, void *user)
 {
     ft_stream *s = ft_stream_get(ctx, FT_STREAM_REDUCE);
+    const int *calls = (const int *)user;
     ft_group *g;
     ft_tensor *t;
-    (void)user;
     FT_TRY(ft_group_strided(ctx, "all", 0, 1, 2, &g));
     FT_TRY(make(ctx, 4, FT_F32, 0, 0, &t));
     FT_TRY(ft_sync(ctx));
-    for (int i = 0; i < 60; i++) FT_TRY(ft_all_reduce(g, s, t));
+    for (int i = 0; i < *calls; i++) FT_TRY(ft_all_reduce(g, s, t));
     return ft_sync(ctx);
 }
 
 static void a_host_far_ahead_is_not_stuck(void **state)
 {
+    static const int calls[] = {60, 700};
     ft_config config = over_nccl(2, 1);
     (void)state;
-    assert_int_equal(setenv("FAKE_SLOW_US", "40000", 1), 0);
-    ft_status status = ft_launch(&config, run_ahead, NULL);
-    assert_int_equal(unsetenv("FAKE_SLOW_US"), 0);
-    if (status != FT_OK) fail_msg("%s", ft_last_error());
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(setenv("FAKE_SLOW_US", i ? "5000" : "40000", 1), 0);
+        ft_status status = ft_launch(&config, run_ahead, (void *)(size_t)&calls[i]);
+        assert_int_equal(unsetenv("FAKE_SLOW_US"), 0);
+        if (status != FT_OK) fail_msg("%d calls: %s", calls[i], ft_last_error());
+    }
 }
 
 /* ------------------------------------------------------------------------------------ refusals */
@@ -590,6 +668,7 @@ int main(void)
         cmocka_unit_test(ranks_that_disagree_are_told),
         cmocka_unit_test(processes_that_disagree_are_told),
         cmocka_unit_test(who_does_not_come_is_missed),
+        cmocka_unit_test(a_rank_may_fail_while_groups_are_made),
         cmocka_unit_test(a_host_far_ahead_is_not_stuck),
         cmocka_unit_test(what_cannot_be_is_refused),
         cmocka_unit_test(training_is_the_same),

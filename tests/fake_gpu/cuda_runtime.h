@@ -15,7 +15,8 @@ typedef struct fake_stream *cudaStream_t;
 typedef struct fake_event *cudaEvent_t;
 struct cudaDeviceProp { char name[256]; };
 enum cudaMemcpyKind {
-    cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice
+    cudaMemcpyHostToDevice = 1, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice,
+    cudaMemcpyDefault
 };
 enum { cudaEventDisableTiming = 2, cudaStreamNonBlocking = 1 };
 
