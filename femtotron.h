@@ -11357,8 +11357,8 @@ static void ft__nccl_sign_text(char *text, const ft__nccl_sign *sign, int is_own
 /* What a look finds of one that has not come whole is left out. */
 static int ft__nccl_sign_comes(const ft__nccl_sign *last, const ft__nccl_sign *now)
 {
-    static const ft__nccl_sign nothing;
-    return memcmp(now, &nothing, sizeof *now) == 0 || memcmp(now, last, sizeof *now) != 0;
+    static const char nothing[sizeof *now] = {0};
+    return memcmp(now, nothing, sizeof *now) == 0 || memcmp(now, last, sizeof *now) != 0;
 }
 
 static ft_status ft__nccl_compare(const ft_group *g, const ft__nccl_notice *notice, int is_look)
