@@ -279,7 +279,7 @@ tsan_programs: $(addprefix build/tsan/,$(TSAN_TESTS))
 async: ## multi-rank tests again, with streams as threads and random delays
 	@sh tools/deps.sh "$(CC)"
 	@$(SUBMAKE) -k $(PARALLEL) $(addprefix build/,$(RANK_TESTS)) || true
-	@FT_CPU_ASYNC=1 FT_DELAY_US=200 $(RUN_TESTS) -l build/logs/async \
+	@FT_CPU_ASYNC=1 FT_DELAY_US=100 $(RUN_TESTS) -l build/logs/async \
 	    $(addprefix build/,$(RANK_TESTS))
 
 .PHONY: caching
