@@ -11166,7 +11166,7 @@ struct ft__nccl { /* of a group */
                                                  the newest call's, where that has none of these */
     int out, newest_out, stride, skipped; /* a mark stands behind every `stride`th call */
     char what[FT__TEXT_BYTES / 4]; /* of the call that is being queued */
-    ft__nccl_notice *notices;  /* made with the group: a step allocates nothing */
+    ft__nccl_notice *notices;  /* FT__NCCL_NOTICES made with the group, more where those are busy */
     int busy;                  /* of them */
     uint64_t *seen, order;     /* seen: a hash table of kinds and sizes */
     size_t seen_room, n_seen;
@@ -11338,12 +11338,17 @@ static void ft__nccl_abort(struct ft__nccl_rank *n)
 
 static int ft__nccl_sign_is(const ft__nccl_sign *sign) { return sign->magic == FT__NCCL_MAGIC; }
 
+static void ft__nccl_message_text(char *text, int is_send, int64_t elems, ft_dtype dtype)
+{
+    ft__append(text, "%s of %lld %s elements", is_send ? "send" : "receive", (long long)elems,
+               ft_dtype_name(dtype));
+}
+
 static void ft__nccl_sign_text(char *text, const ft__nccl_sign *sign, int is_own)
 {
     ft__post post;
-    if (is_own && sign->kind == FT_SEND) { /* only receivers compare */
-        ft__append(text, "receive of %lld %s elements", (long long)sign->elems,
-                   ft_dtype_name((ft_dtype)sign->dtype));
+    if (sign->kind == FT_SEND) { /* only receivers compare */
+        ft__nccl_message_text(text, !is_own, sign->elems, (ft_dtype)sign->dtype);
         return;
     }
     memset(&post, 0, sizeof post);
@@ -11612,9 +11617,11 @@ static ft_status ft__nccl_share_id(ft_ctx *ctx, int n, const int *ranks, int mem
     return FT_OK;
 }
 
-/* A notice with room for n pairs of signs; the watchdog does not look at it before it is busy. */
+/* A notice with room for n pairs of signs, 16 at the least; the watchdog does not look at it before
+   it is busy. */
 static ft_status ft__nccl_notice_create(ft_group *g, int n)
 {
+    if (n < 16) n = 16;
     const size_t bytes = (size_t)n * sizeof(ft__nccl_sign);
     ft__nccl_notice *c = (ft__nccl_notice *)ft__zalloc(sizeof *c);
     if (!c) return ft_error(FT_ERR_OOM, "group \"%s\": no host memory", g->name);
@@ -11644,7 +11651,7 @@ static ft_status ft__nccl_create(ft_group *g)
         FT__CUDA(cudaEventCreateWithFlags(&c->marks[k]->done, cudaEventDisableTiming));
     }
     for (int k = 0; k < FT__NCCL_NOTICES && g->n > 1; k++)
-        FT_TRY(ft__nccl_notice_create(g, g->n > 16 ? g->n : 16));
+        FT_TRY(ft__nccl_notice_create(g, g->n));
     return FT_OK;
 }
 
@@ -11826,7 +11833,7 @@ static ft_status ft__nccl_notice_get(ft_group *g, int n, ft__nccl_notice **out)
     for (c = g->nccl->notices; c && (c->busy || c->room < n); c = c->next) {}
     pthread_mutex_unlock(&r->lock);
     if (!c) {
-        FT_TRY(ft__nccl_notice_create(g, n > 16 ? n : 16));
+        FT_TRY(ft__nccl_notice_create(g, n));
         c = g->nccl->notices; /* only this thread adds any */
     }
     c->n = n;
@@ -11979,14 +11986,15 @@ static ft_status ft__nccl_announce_messages(ft_group *g, ft_stream *s, const ft_
 
 /* "exchange of 2 messages: send of 8 fp32 elements to 1, receive of 8 fp32 elements from 1"; of
    many the first two. */
-static void ft__messages_text(char *text, const ft__message *m, int64_t n)
+static void ft__nccl_messages_text(char *text, const ft__message *m, int64_t n)
 {
     ft__append(text, "exchange of %lld message%s", (long long)n, n == 1 ? "" : "s");
-    for (int64_t i = 0; i < n && i < 2; i++)
-        ft__append(text, "%s%s of %lld %s elements %s %d", i ? ", " : ": ",
-                   m[i].is_send ? "send" : "receive", (long long)m[i].elems,
-                   ft_dtype_name(m[i].dtype), m[i].is_send ? "to" : "from",
-                   m[i].is_send ? m[i].to : m[i].from);
+    for (int64_t i = 0; i < n && i < 2; i++) {
+        ft__append(text, i ? ", " : ": ");
+        ft__nccl_message_text(text, m[i].is_send, m[i].elems, m[i].dtype);
+        if (m[i].is_send) ft__append(text, " to %d", m[i].to);
+        else ft__append(text, " from %d", m[i].from);
+    }
     if (n > 2) ft__append(text, ", ...");
 }
 
@@ -11998,7 +12006,7 @@ static ft_status ft__nccl_exchange(ft_group *g, ft_stream *s, const ft__message 
     if (g->n == 1) return ft__nccl_to_self(g, s, m, n);
     FT_TRY(ft__nccl_ready(g));
     FT_TRY(ft__nccl_announce_messages(g, s, m, n, &notice));
-    ft__messages_text(text, m, n);
+    ft__nccl_messages_text(text, m, n);
     pthread_mutex_lock(&g->ctx->nccl->lock);
     ft__nccl_note(g, text);
     if (g->nccl->comm) {
@@ -12029,9 +12037,9 @@ static ft_status ft__nccl_agree(ft_group *g, ft_stream *s, const ft__post *own)
         pair[1] = (pair[1] ^ (unsigned char)*c) * UINT64_C(0x100000001b3);
     FT_TRY(ft__nccl_ready(g));
     FT__CUDA(cudaMemcpyAsync(words, pair, sizeof pair, cudaMemcpyHostToDevice, ft__native(s)));
+    ft__append(text, "ft_agree \"%.100s\"", own->what);
     pthread_mutex_lock(&g->ctx->nccl->lock);
-    snprintf(g->nccl->what, sizeof g->nccl->what, "ft_agree \"%.100s\" on group \"%.60s\" "
-             "(rank %d of %d)", own->what, g->name, g->rank, g->n);
+    ft__nccl_note(g, text);
     if (g->nccl->comm)
         result = ncclAllGather(words, words + sizeof pair, 2, ncclUint64, g->nccl->comm,
                                ft__native(s));
@@ -12043,6 +12051,7 @@ static ft_status ft__nccl_agree(ft_group *g, ft_stream *s, const ft__post *own)
     FT_TRY(ft__nccl_ready(g));
     for (int i = 0; i < g->n; i++) same = same && memcmp(all + 2 * i, pair, sizeof pair) == 0;
     if (same) return FT_OK;
+    text[0] = '\0';
     ft__append(text, "ranks disagree about %s on group \"%s\":", own->what, g->name);
     for (int i = 0; i < g->n; i++) {
         if (all[2 * i + 1] != pair[1]) ft__append(text, " %d (another question)", i);
