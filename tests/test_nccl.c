@@ -243,21 +243,20 @@ static ft_status crossed(ft_ctx *ctx, void *user)
     ft_stream *other = ft_stream_get(ctx, FT_STREAM_GATHER);
     const int me = ft_rank(ctx);
     ft_group *g, *h;
-    ft_tensor *go;
+    ft_tensor *go, *t[30];
     (void)user;
     FT_TRY(ft_group_strided(ctx, "first", 0, 1, 2, &g));
     FT_TRY(ft_group_strided(ctx, "second", 0, 1, 2, &h));
     FT_TRY(make(ctx, 3, FT_F32, 1, 0, &go));
+    for (int i = 0; i < 30; i++) FT_TRY(make(ctx, 1 + i, FT_F32, (float)me, 0, &t[i]));
     FT_TRY(ft_sync(ctx));
     const ft_p2p then = {!me, !me, go};
     if (me == 1) {
         FT_TRY(ft_exchange(h, other, 1, &then));
         FT_TRY(ft_sync(ctx));
     }
-    for (int64_t n = 1; n <= 30; n++) {
-        ft_tensor *t;
-        FT_TRY(make(ctx, n, FT_F32, (float)me, 0, &t));
-        const ft_p2p op = {!me, me, t};
+    for (int i = 0; i < 30; i++) {
+        const ft_p2p op = {!me, me, t[i]};
         FT_TRY(ft_exchange(g, s, 1, &op));
     }
     if (me == 0) FT_TRY(ft_exchange(h, other, 1, &then));
